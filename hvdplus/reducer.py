@@ -1,0 +1,235 @@
+"""Starts exchanges as buckets fill, finishes them in a fixed order, and counts the micro-batches of a window."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from hvdplus import codecs
+from hvdplus.arrays import Arrays
+from hvdplus.codecs import Codec, ErrorFeedback, Exchange, Outcome, Site
+from hvdplus.collectives import Collectives, Pending, Request, wire_bytes
+from hvdplus.plan import Bucket, Plan
+from hvdplus.stats import Stats
+from hvdplus.strategy import Strategy
+from hvdplus.watch import Watch
+
+A = TypeVar("A")
+
+_SAMPLE_EVERY = 100  # exchanges between two measurements of the relative error
+
+
+class Window:
+    """Counts the micro-batches of one rank: when a window is full, and what a call of ``step()`` means.
+
+    Two kinds of loop exist. One calls ``step()`` after every micro-batch; a step inside a window is then held back.
+    The classic one calls it once a window; it shows by several backward passes between two steps, and from then on
+    every ``step()`` is real: a partial window is closed with the mean over the micro-batches it has.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.count = 0  # micro-batches since the last update
+        self.since_step = 0  # backward passes since the last call of step()
+        self.classic = False
+        self.closed = False  # a partial window was closed by hand
+
+    @property
+    def full(self) -> bool:
+        """Whether an update is due: the window's last micro-batch is in."""
+        return self.closed or (self.count > 0 and self.count % self.length == 0)
+
+    @property
+    def closing(self) -> bool:
+        """Whether the next micro-batch is the window's last."""
+        return (self.count + 1) % self.length == 0
+
+    def add(self) -> None:
+        """Count one micro-batch."""
+        self.count += 1
+        self.since_step += 1
+        self.closed = False
+        self.classic |= self.length > 1 and self.since_step > 1
+
+    def step(self) -> bool:
+        """Note a call of ``step()``; return whether it is a real one."""
+        self.since_step = 0
+        return self.full or (self.classic and self.count > 0)
+
+    def close(self) -> None:
+        """Make a partial window count as full."""
+        self.closed = True
+
+    def restart(self) -> None:
+        """Begin a new window."""
+        self.count = 0
+        self.since_step = 0
+        self.closed = False
+
+    def resize(self, length: int) -> None:
+        """Give the windows that follow another length.
+
+        Raises:
+            ValueError: a window is half full.
+        """
+        if self.count % self.length:
+            raise ValueError(
+                f"accumulate can change between windows only; this one has {self.count % self.length} of {self.length} "
+                f"micro-batches: finish it with flush() or discard it with zero_grad()"
+            )
+        self.length = length
+
+
+@dataclass
+class _Flight(Generic[A]):
+    """One bucket's codec on its way: its generator, and the requests it waits for."""
+
+    bucket: Bucket
+    given_norm: float | None
+    given: A | None
+    generator: Exchange[A]
+    pending: list[Pending[A]] = field(default_factory=list)
+    single: bool = True
+    round: int = 0
+    outcome: Outcome[A] | None = None
+
+
+class Reducer(Generic[A]):
+    """Averages the buckets of a plan over the ranks.
+
+    Call ``start`` for every bucket in plan order as it is filled, then ``finish``. What codecs keep from one step to
+    the next is provisional until ``commit``; ``rollback`` undoes it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        strategy: Strategy,
+        collectives: Collectives[A],
+        arrays: Arrays[A],
+        watch: Watch,
+        scope: str,
+        stats: Stats,
+    ) -> None:
+        self.plan, self.scope, self.stats = plan, scope, stats
+        self._strategy, self._collectives, self._arrays, self._watch = strategy, collectives, arrays, watch
+        self._exact = codecs.make("exact")
+        self._codecs = [_with_feedback(codecs.make(b.codec), strategy.feedback) for b in plan.buckets]
+        self._sites = [Site(b.label, arrays, collectives) for b in plan.buckets]
+        self._flights: list[_Flight[A]] = []
+
+    @property
+    def started(self) -> int:
+        """How many buckets are on their way."""
+        return len(self._flights)
+
+    def start(self, value: A) -> None:
+        """Send the next bucket of the plan; ``value`` (shape ``(bucket.count,)``) is given up until ``finish``."""
+        bucket = self.plan.buckets[len(self._flights)]
+        site, codec = self._sites[bucket.index], self._codecs[bucket.index]
+        site.step = self.stats.steps
+        if site.step < self._strategy.warmup_steps:
+            codec = self._exact
+        sample = codec is not self._exact and bucket.codec != "exact" and site.step % _SAMPLE_EVERY == 0
+        site.keep_sent = sample or isinstance(codec, ErrorFeedback)
+        begin = time.perf_counter()
+        given = self._arrays.copy(value) if sample else None
+        flight = _Flight(bucket, None, given, codec.exchange(value, site))
+        self._flights.append(flight)
+        self.stats.bytes_dense += wire_bytes_dense(self._arrays.nbytes(value), self._collectives.size)
+        self._watch.at(self.stats.steps, bucket.label)
+        self._advance(flight, None)
+        self.stats.seconds_encode += time.perf_counter() - begin
+
+    def finish(self) -> list[A]:
+        """Wait for all buckets, round by round and each round in plan order; return their means.
+
+        Raises:
+            ExchangeError: another rank failed, left or did not come in time.
+        """
+        while waiting := [flight for flight in self._flights if flight.outcome is None]:
+            for flight in waiting:
+                self._watch.at(self.stats.steps, flight.bucket.label)
+                begin = time.perf_counter()
+                answers = [self._watch.wait(pending) for pending in flight.pending]
+                middle = time.perf_counter()
+                self._advance(flight, answers[0] if flight.single else answers)
+                self.stats.seconds_wait += middle - begin
+                self.stats.seconds_encode += time.perf_counter() - middle
+        outcomes = [flight.outcome for flight in self._flights if flight.outcome is not None]
+        self._sample_error()
+        self._flights = []
+        self.stats.steps += 1
+        self._watch.at(self.stats.steps, "outside an exchange")
+        if self._keeps_state() and not all(self._arrays.all_finite(outcome.mean) for outcome in outcomes):
+            self.rollback()  # the update will be skipped: nothing was delivered
+        factor = float(self._collectives.size) if self._strategy.op == "sum" else 1.0
+        return [o.mean if factor == 1.0 else self._arrays.scaled(o.mean, factor) for o in outcomes]
+
+    def commit(self) -> None:
+        """Keep what the last exchange left in the codecs' state."""
+        for site in self._sites:
+            site.commit()
+
+    def rollback(self) -> None:
+        """Undo what the last exchange left there."""
+        for site in self._sites:
+            site.rollback()
+
+    def _keeps_state(self) -> bool:
+        return any(site.cells for site in self._sites)
+
+    def _advance(self, flight: _Flight[A], answer: Any) -> None:
+        """Run the codec until it asks again or is done."""
+        try:
+            asked = flight.generator.send(answer)
+        except StopIteration as end:
+            flight.outcome = end.value
+            flight.pending = []
+            return
+        flight.single = not isinstance(asked, Sequence)
+        requests: Sequence[Request[A]] = [asked] if flight.single else asked  # type: ignore[list-item, assignment]
+        flight.pending = [self._send(flight, i, request) for i, request in enumerate(requests)]
+        flight.round += 1
+
+    def _send(self, flight: _Flight[A], index: int, request: Request[A]) -> Pending[A]:
+        name = f"hvdplus.{self.scope}.{flight.bucket.index}.{flight.round}.{index}"
+        self.stats.collectives += 1
+        self.stats.bytes_sent += wire_bytes(request, self._arrays.nbytes(request.value), self._collectives.size)
+        return self._collectives.start(request, name)
+
+    def _sample_error(self) -> None:
+        """Note how far what was sent is from what was given, over all buckets that were sampled."""
+        arrays, lost, given = self._arrays, 0.0, 0.0
+        for flight in self._flights:
+            if flight.given is not None and flight.outcome is not None and flight.outcome.sent is not None:
+                lost += arrays.norm(arrays.subtract(flight.given, flight.outcome.sent)) ** 2
+                given += arrays.norm(flight.given) ** 2
+        if given > 0:
+            self.stats.relative_error = (lost / given) ** 0.5
+
+
+def wire_bytes_dense(nbytes: int, size: int) -> int:
+    """Bytes one of ``size`` ranks sends in a ring all-reduce of ``nbytes``."""
+    return 2 * nbytes * (size - 1) // size
+
+
+def _with_feedback(codec: Codec, wanted: bool | None) -> Codec:
+    """Compose error feedback around a codec that loses something, unless the strategy says otherwise."""
+    lossy = getattr(codec, "lossy", True)
+    exact = isinstance(codec, codecs.Exact)
+    return ErrorFeedback(codec) if not exact and (lossy if wanted is None else wanted) else codec
+
+
+def run_alone(exchange: Exchange[A], serve: Callable[[Request[A]], A]) -> Outcome[A]:
+    """Drive one codec to its end with answers from ``serve``; for one-off exchanges and tests."""
+    answer: Any = None
+    while True:
+        try:
+            asked = exchange.send(answer)
+        except StopIteration as end:
+            outcome: Outcome[A] = end.value
+            return outcome
+        answer = [serve(r) for r in asked] if isinstance(asked, Sequence) else serve(asked)

@@ -1,0 +1,212 @@
+"""Finds rank, size and local rank in a mapping of environment variables, and says which launcher it believed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdplus.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among the processes of its job.
+
+    ``local_rank`` and ``local_size`` are ``None`` where the launcher does not tell them; ``init()`` of an
+    adapter then finds them by comparing host names. ``launcher`` is ``"none"`` for a process started alone.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    launcher: str
+
+
+@dataclass(frozen=True)
+class _Family:
+    """The variables one launcher sets; ``proof`` is a further one without which the pair means nothing."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    proof: str | None = None
+
+
+# Innermost launcher first. Slurm comes last because whatever else is set was started inside its step.
+_OVERRIDE = _Family("override", "HVDPLUS_RANK", "HVDPLUS_SIZE", ("HVDPLUS_LOCAL_RANK",), ("HVDPLUS_LOCAL_SIZE",))
+_ELASTIC = _Family(
+    "torchrun", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), proof="TORCHELASTIC_RUN_ID"
+)
+_PMI = _Family(
+    "mpich",
+    "PMI_RANK",
+    "PMI_SIZE",
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+)
+_MPI_LIKE = (
+    _Family("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", ("HOROVOD_LOCAL_RANK",), ("HOROVOD_LOCAL_SIZE",)),
+    _Family(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Family(
+        "mvapich2",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Family("platform-mpi", "MPI_RANKID", "MPI_NRANKS", ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
+    _Family("pals", "PALS_RANKID", "PALS_SIZE", ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",)),
+    _Family("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", ("JSM_NAMESPACE_LOCAL_RANK",)),
+    _PMI,
+)
+_TORCH_ENV = _Family("torch-env", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+_FLUX = _Family("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",))
+# A batch script without srun has SLURM_PROCID too, but no step; and the job's SLURM_NTASKS is not the step's.
+_SLURM = _Family("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), proof="SLURM_STEP_ID")
+
+#: Launchers whose processes an MPI library can join by itself.
+MPI_LAUNCHERS = frozenset({"openmpi", "mvapich2", "platform-mpi", "pals", "jsrun", "mpich", "slurm", "flux"})
+
+
+def discover(environ: Mapping[str, str] = os.environ) -> World:
+    """Read this process's place in its job from the variables its launcher set.
+
+    Families of variables are read as a whole, never mixed; the innermost launcher wins. A process that no
+    launcher started is rank 0 of 1 with launcher ``"none"``.
+
+    Args:
+        environ: the environment to read; a plain mapping in tests.
+
+    Raises:
+        LaunchError: a value is no valid number, a rank has no size, or two launchers contradict each other.
+    """
+    for family in (_OVERRIDE, _ELASTIC):
+        if (world := _read(family, environ)) is not None:
+            return world
+    inner = [(family, world) for family in _MPI_LIKE if (world := _read(family, environ)) is not None]
+    slurm = _read(_SLURM, environ)
+    inner = _without_step_pmi(inner, slurm)
+    plain = _read(_TORCH_ENV, environ)
+    _refuse_contradiction([*inner, *([(_TORCH_ENV, plain)] if plain else [])], environ)
+    outer = (plain, _read(_FLUX, environ), slurm)
+    found = [world for _, world in inner] + [world for world in outer if world is not None]
+    if not found:
+        _refuse_rank_without_size(environ)
+    return found[0] if found else World(0, 1, 0, 1, "none")
+
+
+def _read(family: _Family, environ: Mapping[str, str]) -> World | None:
+    needed = [family.rank, family.size] + ([family.proof] if family.proof else [])
+    if any(not environ.get(name) for name in needed):
+        return None
+    rank, size = _number(family.rank, environ), _number(family.size, environ)
+    local_rank = _first_number(family.local_rank, environ)
+    local_size = _first_number(family.local_size, environ)
+    if family is _SLURM:
+        local_size = _slurm_local_size(environ)
+    _check(family, rank, size, local_rank, local_size)
+    if size == 1:
+        local_rank, local_size = 0, 1
+    return World(rank, size, local_rank, local_size, family.launcher)
+
+
+def _check(family: _Family, rank: int, size: int, local_rank: int | None, local_size: int | None) -> None:
+    if size < 1 or rank >= size:
+        raise LaunchError(
+            f"{family.rank}={rank} and {family.size}={size} contradict each other: a rank is at least 0 and less "
+            f"than the size; unset the variables that do not belong to this job, or set HVDPLUS_RANK and HVDPLUS_SIZE."
+        )
+    if local_rank is not None and local_size is not None and local_rank >= local_size:
+        raise LaunchError(
+            f"local rank {local_rank} of local size {local_size} ({', '.join(family.local_rank)}; "
+            f"{', '.join(family.local_size) or 'SLURM_STEP_TASKS_PER_NODE'}) is impossible: a local rank is less than "
+            f"the local size; set HVDPLUS_RANK, HVDPLUS_SIZE, HVDPLUS_LOCAL_RANK and HVDPLUS_LOCAL_SIZE."
+        )
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    text = environ[name].strip()
+    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII):
+        raise LaunchError(
+            f"{name}={environ[name]!r} is not a whole number of 0 or more; unset it, or correct what sets it."
+        )
+    return int(text)
+
+
+def _first_number(names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
+    for name in names:
+        if environ.get(name):
+            return _number(name, environ)
+    return None
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Expand Slurm's run-length form: ``2(x3),1`` is ``[2, 2, 2, 1]``.
+
+    Raises:
+        LaunchError: the text is not of that form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]+)(?:\(x([0-9]+)\))?\s*", part, re.ASCII)
+        if match is None:
+            raise LaunchError(
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of Slurm's form such as '2(x3),1'; unset it or "
+                f"correct it."
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    node = _first_number(("SLURM_NODEID",), environ)
+    if not text or node is None:
+        return None
+    counts = tasks_per_node(text)
+    return counts[node] if node < len(counts) else None
+
+
+def _without_step_pmi(
+    inner: list[tuple[_Family, World]], slurm: World | None
+) -> list[tuple[_Family, World]]:
+    """Drop PMI variables that the surrounding Slurm step set for its own task, where an inner launcher is there."""
+    if slurm is None or len(inner) < 2:
+        return inner
+    step = (slurm.rank, slurm.size)
+    return [(family, world) for family, world in inner if family is not _PMI or (world.rank, world.size) != step]
+
+
+def _refuse_contradiction(found: list[tuple[_Family, World]], environ: Mapping[str, str]) -> None:
+    for family, world in found[1:]:
+        first_family, first = found[0]
+        if (world.rank, world.size) != (first.rank, first.size):
+            raise LaunchError(
+                f"two launchers contradict each other: {_quote(first_family, environ)} ({first.launcher}) but "
+                f"{_quote(family, environ)} ({world.launcher}); unset the set that does not belong to this job, or "
+                f"set HVDPLUS_RANK and HVDPLUS_SIZE."
+            )
+
+
+def _quote(family: _Family, environ: Mapping[str, str]) -> str:
+    return f"{family.rank}={environ[family.rank]} {family.size}={environ[family.size]}"
+
+
+def _refuse_rank_without_size(environ: Mapping[str, str]) -> None:
+    rank = environ.get("PMIX_RANK")
+    if rank:
+        raise LaunchError(
+            f"PMIX_RANK={rank} says that a PMIx launcher started this process, but no variable says how many ranks "
+            f"there are; set HVDPLUS_RANK and HVDPLUS_SIZE, or start it with horovodrun, mpirun or srun."
+        )

@@ -1,0 +1,135 @@
+"""The collectives on torch tensors: Horovod's, and a bridge that lends host engines the tensor's own memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdplus.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collectives,
+    Pending,
+    ReduceScatter,
+    Request,
+)
+from hvdplus.world import MPI_LAUNCHERS, World
+
+
+def horovod() -> Any:
+    """Return the module ``horovod.torch``."""
+    import horovod.torch
+
+    return horovod.torch
+
+
+def horovod_serves(world: World) -> bool:
+    """Whether Horovod is built for torch and can join what this launcher started."""
+    try:
+        hvd = horovod()
+        gloo, mpi = hvd.gloo_built(), hvd.mpi_built()
+    except (ImportError, AttributeError, OSError):  # absent, built without torch, or for another version of it
+        return False
+    if world.size == 1 or world.launcher == "override":
+        return bool(gloo or mpi)
+    if world.launcher == "horovodrun":
+        return bool(gloo)
+    return bool(mpi) and world.launcher in MPI_LAUNCHERS
+
+
+@dataclass
+class _Flying:
+    """A Horovod handle and the shape its answer is to have."""
+
+    handle: int
+    shape: tuple[int, ...]
+
+    def done(self) -> bool:
+        """Poll Horovod's background thread."""
+        return bool(horovod().poll(self.handle))
+
+    def result(self) -> torch.Tensor:
+        """Wait, and reshape."""
+        answer = horovod().synchronize(self.handle)
+        answer = answer[0] if isinstance(answer, tuple) else answer
+        return answer.view(self.shape)  # type: ignore[no-any-return]
+
+
+class HorovodCollectives:
+    """Horovod among the ranks of one process set. It matches collectives by name."""
+
+    def __init__(self, process_set: Any = None) -> None:
+        self._hvd = horovod()
+        self._set = process_set or self._hvd.global_process_set
+        self.rank: int = self._set.rank()
+        self.size: int = self._set.size()
+
+    def sums(self, value: torch.Tensor, dtype: str) -> bool:
+        """Horovod refuses bf16; its fp16 sum on a CPU is slow software that rounds at every step."""
+        return dtype != "bfloat16" and (dtype != "float16" or value.is_cuda)
+
+    def start(self, request: Request[torch.Tensor], name: str) -> Pending[torch.Tensor]:
+        """Hand ``request`` to Horovod's background thread."""
+        hvd, value, options = self._hvd, request.value.contiguous(), {"name": name, "process_set": self._set}
+        shape = tuple(value.shape)
+        if isinstance(request, AllReduce):
+            handle = hvd.allreduce_async_(value, op=hvd.Sum, prescale_factor=request.scale, **options)
+        elif isinstance(request, AllGather):
+            handle, shape = hvd.allgather_async(value, **options), (self.size, *shape)
+        elif isinstance(request, AllToAll):
+            handle = hvd.alltoall_async(value, **options)
+        elif isinstance(request, Broadcast):
+            handle = hvd.broadcast_async_(value, self._global_rank(request.root), **options)
+        else:
+            handle = hvd.reducescatter_async(value, op=hvd.Sum, prescale_factor=request.scale, **options)
+            shape = shape[1:]
+        return _Flying(handle, shape)
+
+    def _global_rank(self, root: int) -> int:
+        ranks = self._set.ranks
+        return int(ranks[root]) if ranks else root
+
+
+@dataclass
+class _Lent:
+    """A host engine's answer, to become a tensor on ``device``."""
+
+    inner: Pending[Any]
+    device: torch.device
+
+    def done(self) -> bool:
+        """Ask the host engine."""
+        return self.inner.done()
+
+    def result(self) -> torch.Tensor:
+        """Wait, and wrap the array without a copy where the tensor lives on the host."""
+        return torch.from_numpy(self.inner.result()).to(self.device)
+
+
+class HostBridge:
+    """A host engine for tensors: CPU tensors lend their memory, device tensors are copied."""
+
+    def __init__(self, inner: Collectives[Any]) -> None:
+        self.inner = inner
+        self.rank, self.size = inner.rank, inner.size
+
+    def sums(self, value: torch.Tensor, dtype: str) -> bool:
+        """Ask the host engine."""
+        return self.inner.sums(value, dtype)
+
+    def start(self, request: Request[torch.Tensor], name: str) -> Pending[torch.Tensor]:
+        """Post ``request`` on host memory."""
+        value = request.value.detach().contiguous()
+        host = value.cpu().numpy()
+        lent: Request[Any]
+        if isinstance(request, AllReduce | ReduceScatter):
+            lent = type(request)(host, request.scale)
+        elif isinstance(request, Broadcast):
+            lent = Broadcast(host, request.root)
+        else:
+            lent = type(request)(host)
+        return _Lent(self.inner.start(lent, name), value.device)

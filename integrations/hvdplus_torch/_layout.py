@@ -1,0 +1,92 @@
+"""A plan laid out in memory: one flat tensor a bucket, and each parameter's gradient as a view into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvdplus.errors import StrategyError
+from hvdplus.plan import Bucket, Parameter, Plan, plan
+from hvdplus.strategy import Strategy
+from hvdplus_torch._arrays import dtype_name
+
+_EXCHANGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class Layout:
+    """Buffers, views and the place of every parameter, for the parameters at ``indices``."""
+
+    def __init__(self, plan: Plan, params: Sequence[torch.nn.Parameter]) -> None:
+        self.plan = plan
+        devices = dict(zip(places(params), (p.device for p in params), strict=True))
+        self.buffers = [_buffer(bucket, devices[bucket.place]) for bucket in plan.buckets]
+        self.views: list[torch.Tensor] = [torch.empty(0)] * len(params)
+        self.bucket_of: list[int | None] = [None] * len(params)
+        for bucket, buffer in zip(plan.buckets, self.buffers, strict=True):
+            for member in bucket.members:
+                part = buffer[member.offset : member.offset + member.count]
+                self.views[member.index] = _shaped(part, params[member.index])
+                self.bucket_of[member.index] = bucket.index
+
+    @property
+    def flags(self) -> torch.Tensor:
+        """The usage flags, one a parameter, at the end of the last bucket."""
+        last = self.plan.buckets[-1]
+        return self.buffers[-1][last.flags_offset :]
+
+
+def places(params: Sequence[torch.nn.Parameter]) -> list[str]:
+    """Name each parameter's device in a way that is the same on all ranks: its kind, and which of those used here."""
+    seen: list[torch.device] = []
+    for p in params:
+        if p.device not in seen:
+            seen.append(p.device)
+    return [f"{p.device.type}#{seen.index(p.device)}" for p in params]
+
+
+def describe(name: str, p: torch.nn.Parameter, place: str) -> Parameter:
+    """Say of a parameter what the plan and the other ranks need to know.
+
+    Raises:
+        StrategyError: its dtype cannot be exchanged, or it has no shape yet.
+    """
+    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
+        raise StrategyError(f"parameter {name!r} is not initialised; run one forward pass of the model before wrapping.")
+    if p.dtype not in _EXCHANGED:
+        allowed = ", ".join(dtype_name(dtype) for dtype in _EXCHANGED)
+        raise StrategyError(
+            f"parameter {name!r} has dtype {dtype_name(p.dtype)}, which cannot be exchanged; allowed are {allowed}."
+        )
+    layout = tuple(p.stride()) if _is_dense(p) else ()
+    return Parameter(name, tuple(p.shape), dtype_name(p.dtype), place, layout)
+
+
+def lay_out(
+    names: Sequence[str], params: Sequence[torch.nn.Parameter], strategy: Strategy
+) -> Layout:
+    """Plan and lay out the parameters, which are in the order of registration."""
+    described = [describe(*entry) for entry in zip(names, params, places(params), strict=True)]
+    return Layout(plan(described, strategy), params)
+
+
+def _buffer(bucket: Bucket, device: torch.device) -> torch.Tensor:
+    return torch.zeros(bucket.count, dtype=getattr(torch, bucket.dtype), device=device)
+
+
+def _is_dense(p: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in whatever order (channels_last)."""
+    expected = 1
+    for stride, length in sorted(zip(p.stride(), p.shape, strict=True)):
+        if length != 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True
+
+
+def _shaped(part: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+    """View a part of a buffer as ``p``'s gradient, with ``p``'s own strides where they are dense."""
+    if p.is_complex():
+        part = torch.view_as_complex(part.view(-1, 2))
+    return part.as_strided(p.shape, p.stride()) if _is_dense(p) else part.view(p.shape)
