@@ -8,6 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from hvdplus.errors import ExchangeError
+from hvdplus.plan import Plan
+from hvdplus.strategy import Strategy
+from hvdplus.version import __version__
 
 #: An all-gather of one short text from every rank, in rank order.
 Gather = Callable[[bytes], list[bytes]]
@@ -34,6 +37,24 @@ def agree(items: Items, gather: Gather, hint: str = "") -> None:
         return
     everyone = [[tuple(item) for item in json.loads(answer)] for answer in gather(text)]
     raise ExchangeError(f"the ranks disagree: {first_difference(everyone)}{'; ' + hint if hint else ''}.")
+
+
+def describe(plan: Plan, strategy: Strategy, owner: str, sums: bool) -> list[tuple[str, str]]:
+    """List what an optimizer's ranks must have in common, what differs most often first.
+
+    Args:
+        plan: its parameters, in order.
+        strategy: how they are exchanged.
+        owner: what the optimizer is.
+        sums: whether micro-batches are added up rather than averaged.
+    """
+    return [
+        ("hvdplus", __version__),
+        ("optimizer", owner),
+        *((key, json.dumps(value)) for key, value in strategy.to_dict().items()),
+        ("micro-batches", "summed" if sums else "averaged"),
+        *((f"parameter {i}", str(parameter)) for i, parameter in enumerate(plan.parameters)),
+    ]
 
 
 def first_difference(everyone: Sequence[Items]) -> str:

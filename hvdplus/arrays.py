@@ -132,7 +132,8 @@ class NumPyArrays:
 
     def scaled(self, x: NumPyArray, factor: float) -> NumPyArray:
         """``x * factor``."""
-        return x * np.asarray(factor, x.dtype)
+        scaled: NumPyArray = x * np.asarray(factor, x.dtype)
+        return scaled
 
     def add(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
         """``x + y``."""
@@ -170,7 +171,8 @@ class NumPyArrays:
     def mean_rows(self, x: NumPyArray) -> NumPyArray:
         """The mean over rows, each divided before it is added."""
         with np.errstate(invalid="ignore"):
-            return (x * np.asarray(1.0 / len(x), x.dtype)).sum(axis=0)
+            mean: NumPyArray = np.sum(x * np.asarray(1.0 / len(x), x.dtype), axis=0)
+        return mean
 
     def to_bits(self, x: NumPyArray, dtype: str) -> NumPyArray:
         """Round to ``dtype`` and show the bits."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 A = TypeVar("A")
+A_co = TypeVar("A_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class Broadcast(Generic[A]):
 Request = AllReduce[A] | AllGather[A] | AllToAll[A] | ReduceScatter[A] | Broadcast[A]
 
 
-class Pending(Protocol[A]):
+class Pending(Protocol[A_co]):
     """A request on its way."""
 
     def done(self) -> bool:
         """Whether ``result`` would return at once."""
 
-    def result(self) -> A:
+    def result(self) -> A_co:
         """Return the answer, waiting without a limit if it is not there yet."""
 
 

@@ -23,9 +23,7 @@ def wanted(environ: Mapping[str, str] = os.environ) -> str:
     return name
 
 
-def choose(
-    wish: str, world: World, horovod_serves: Callable[[World], bool], mpi_available: Callable[[], bool]
-) -> str:
+def choose(wish: str, world: World, horovod_serves: Callable[[World], bool], mpi_available: Callable[[], bool]) -> str:
     """Pick the engine for ``world``.
 
     Args:
@@ -39,8 +37,8 @@ def choose(
     """
     if wish == "local" and world.size > 1:
         raise LaunchError(
-            f"HVDPLUS_ENGINE=local serves one rank, but the launcher ({world.launcher}) says {world.size}; unset it, or "
-            f"start the program without the launcher."
+            f"HVDPLUS_ENGINE=local serves one rank, but the launcher ({world.launcher}) says {world.size}; unset it, "
+            f"or start the program without the launcher."
         )
     if wish != "auto":
         return wish
@@ -66,7 +64,7 @@ def check(world: World, engine: str, rank: int, size: int) -> None:
     if (rank, size) == (world.rank, world.size) or (world.launcher == "none" and size > 1):
         return
     raise LaunchError(
-        f"the launcher ({world.launcher}) says rank {world.rank} of {world.size}, but engine {engine!r} says rank {rank} "
-        f"of {size}; the engine was built for another MPI than the one that started this, or for another launcher: "
-        f"try HVDPLUS_ENGINE=horovod or mpi, horovodrun instead of {world.launcher}, or set HVDPLUS_RANK and HVDPLUS_SIZE."
+        f"the launcher ({world.launcher}) says rank {world.rank} of {world.size}, but engine {engine!r} says "
+        f"rank {rank} of {size}; its MPI is not the one that started this, or it was built for another launcher: "
+        f"try HVDPLUS_ENGINE=horovod or mpi, horovodrun instead of {world.launcher}, or set HVDPLUS_RANK, HVDPLUS_SIZE."
     )

@@ -24,6 +24,10 @@ class Parameter:
     place: str = ""
     layout: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        layout = f" with strides {self.layout}" if self.layout else ""
+        return f"{self.name} {self.shape} {self.dtype} on {self.place or 'cpu'}{layout}"
+
     @property
     def count(self) -> int:
         """Number of real numbers."""

@@ -109,7 +109,9 @@ class Watch:
                 raise self._error(self._who_left())
             if now > warn_at:
                 warn_at = now + self.warn_after
-                log.warning("rank %d waits in %s, %.0f s so far: %s", self.rank, self._here(), now - begin, self.explain())
+                log.warning(
+                    "rank %d waits in %s, %.0f s so far: %s", self.rank, self._here(), now - begin, self.explain()
+                )
             if now > end_at:
                 raise self._error(f"nothing came within HVDPLUS_TIMEOUT={self.limit:g} s: {self.explain()}")
 
@@ -123,7 +125,7 @@ class Watch:
     def _error(self, reason: str, like: Exception | None = None) -> ExchangeError:
         self.raised = True
         message = f"rank {self.rank} ({self.host}) cannot finish {self._here()}: {reason}"
-        kind = ExchangeError
+        kind: type[ExchangeError] = ExchangeError
         if like is not None and not isinstance(like, ExchangeError):
             # Frameworks catch their engine's own class (Horovod Elastic does), so the error is both.
             with contextlib.suppress(TypeError):
@@ -182,7 +184,9 @@ class Watch:
         self._line = _Line.open(found, self.rank)
         if not all(answer == b"1" for answer in gather(b"1" if self._line else b"0")):
             self._line = None
-            log.warning("rank %d: no line to rank 0 on port %s; a failing rank is noticed late", self.rank, found["port"])
+            log.warning(
+                "rank %d: no line to rank 0 on port %s; a failing rank is noticed late", self.rank, found["port"]
+            )
             return
         threading.Thread(target=self._listen, name="hvdplus-watch", daemon=True).start()
         self._hook()
@@ -242,7 +246,9 @@ class Watch:
         frames = traceback.extract_tb(trace)
         where = f" in {_short(frames[-1])}" if frames else ""
         text = "".join(traceback.format_exception_only(kind, error)).strip()
-        what = f"rank {self.rank} ({self.host}) failed at step {self.position.step}, {self.position.what}{where}: {text}"
+        what = (
+            f"rank {self.rank} ({self.host}) failed at step {self.position.step}, {self.position.what}{where}: {text}"
+        )
         if error is not self.echo:
             self._line.send({"failed": what, "rank": self.rank})
             time.sleep(_SPEAK_SECONDS)

@@ -162,8 +162,7 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"\s*([0-9]+)(?:\(x([0-9]+)\))?\s*", part, re.ASCII)
         if match is None:
             raise LaunchError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of Slurm's form such as '2(x3),1'; unset it or "
-                f"correct it."
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of Slurm's form such as '2(x3),1'; unset it or correct it."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -178,9 +177,7 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
-def _without_step_pmi(
-    inner: list[tuple[_Family, World]], slurm: World | None
-) -> list[tuple[_Family, World]]:
+def _without_step_pmi(inner: list[tuple[_Family, World]], slurm: World | None) -> list[tuple[_Family, World]]:
     """Drop PMI variables that the surrounding Slurm step set for its own task, where an inner launcher is there."""
     if slurm is None or len(inner) < 2:
         return inner

@@ -46,6 +46,6 @@ def _adapter(optimizer: Any) -> str:
             if kind.__module__ == prefix or kind.__module__.startswith(prefix + "."):
                 return adapter
     raise StrategyError(
-        f"optimizer={optimizer!r} is a {type(optimizer).__module__}.{type(optimizer).__qualname__}, not an optimizer of "
-        f"a known framework; pass a torch.optim.Optimizer."
+        f"optimizer={optimizer!r} is a {type(optimizer).__module__}.{type(optimizer).__qualname__}, not an optimizer "
+        f"of a known framework; pass a torch.optim.Optimizer."
     )

@@ -1,9 +1,9 @@
 """Codecs: how a bucket of numbers is written for the wire, and what is kept back for the next step."""
 
+from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.contract import Codec, Exchange, Outcome, Site
 from hvdplus.codecs.exact import Exact
 from hvdplus.codecs.feedback import ErrorFeedback
-from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.registry import known, make, register
 from hvdplus.codecs.twophase import two_phase
 

@@ -15,9 +15,7 @@ from hvdplus.collectives import AllGather, AllToAll
 A = TypeVar("A")
 
 
-def two_phase(
-    chunks: A, encode: Callable[[A], A], decode: Callable[[A], A], site: Site[A]
-) -> Exchange[A]:
+def two_phase(chunks: A, encode: Callable[[A], A], decode: Callable[[A], A], site: Site[A]) -> Exchange[A]:
     """Average encoded chunks over the ranks.
 
     Args:

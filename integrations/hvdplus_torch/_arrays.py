@@ -69,9 +69,7 @@ class TorchArrays:
         """Whether no element is infinite or NaN."""
         return bool(torch.isfinite(x).all())
 
-    def where_finite(
-        self, condition: torch.Tensor, then: torch.Tensor, otherwise: torch.Tensor
-    ) -> torch.Tensor:
+    def where_finite(self, condition: torch.Tensor, then: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
         """``then`` if all of ``condition`` is finite, else ``otherwise``; decided on the device."""
         return torch.where(torch.isfinite(condition).all(), then, otherwise)
 

@@ -11,7 +11,7 @@ import torch
 
 from hvdplus.collectives import Collectives
 from hvdplus.errors import StrategyError
-from hvdplus_torch._session import Session, session
+from hvdplus_torch._session import Session, broadcast, session
 
 Params = Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 Among = Collectives[torch.Tensor] | None
@@ -29,7 +29,7 @@ def broadcast_parameters(params: Params, root_rank: int = 0) -> None:
     """
     named = _named(params)
     for name, tensor in named:
-        session().broadcast(tensor, root_rank, name)
+        broadcast(session(), tensor, root_rank, name)
 
 
 def _named(params: Params) -> list[tuple[str, torch.Tensor]]:
@@ -70,16 +70,14 @@ def object_from(current: Session, obj: Any, root: int, name: str, among: Among =
     mine = group.rank == root
     payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if mine else torch.empty(0)
     length = torch.tensor([payload.numel()])
-    current.broadcast(length, root, f"{name}.length", among)
+    broadcast(current, length, root, f"{name}.length", among)
     if not mine:
         payload = torch.empty(int(length), dtype=torch.uint8)
-    current.broadcast(payload, root, f"{name}.object", among)
+    broadcast(current, payload, root, f"{name}.object", among)
     return obj if mine else pickle.loads(payload.numpy().tobytes())
 
 
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None
-) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None) -> None:
     """Give every rank ``root_rank``'s optimizer: options such as the learning rate, and all state.
 
     Works for any optimizer, before its first step and after; nothing is stepped. ``model`` is Horovod's argument and
@@ -88,9 +86,7 @@ def broadcast_optimizer_state(
     optimizer_state_from(session(), optimizer, root_rank)
 
 
-def optimizer_state_from(
-    current: Session, optimizer: torch.optim.Optimizer, root: int, among: Among = None
-) -> None:
+def optimizer_state_from(current: Session, optimizer: torch.optim.Optimizer, root: int, among: Among = None) -> None:
     """Send the structure as one object, then tensor after tensor, so that no second copy of all state is made."""
     group = among or current.collectives
     if group.size == 1:
@@ -101,7 +97,7 @@ def optimizer_state_from(
     if group.rank != root:
         tensors = [torch.empty(s.shape, dtype=s.dtype) for s in _slots(skeleton)]
     for index, tensor in enumerate(tensors):
-        current.broadcast(tensor, root, f"optimizer.{index}", among)
+        broadcast(current, tensor, root, f"optimizer.{index}", among)
     if group.rank != root:
         _plain_load(optimizer)(_with_tensors(skeleton, iter(tensors)))
 
@@ -154,7 +150,7 @@ def checksum(value: Any, seed: int = 0) -> int:
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous()
         flat = torch.view_as_real(flat) if flat.is_complex() else flat
-        return zlib.crc32(flat.reshape(-1).view(torch.uint8).numpy(), zlib.crc32(str(value.shape).encode(), seed))
+        return zlib.crc32(flat.reshape(-1).view(torch.uint8).numpy().data, zlib.crc32(str(value.shape).encode(), seed))
     if isinstance(value, dict):
         for key, entry in value.items():
             seed = checksum(entry, zlib.crc32(repr(key).encode(), seed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from hvdplus.collectives import (
     Broadcast,
     Collectives,
     Pending,
-    ReduceScatter,
     Request,
 )
 from hvdplus.world import MPI_LAUNCHERS, World
@@ -39,6 +38,12 @@ def horovod_serves(world: World) -> bool:
     if world.launcher == "horovodrun":
         return bool(gloo)
     return bool(mpi) and world.launcher in MPI_LAUNCHERS
+
+
+def start_horovod(*args: Any, **kwargs: Any) -> HorovodCollectives:
+    """Initialise Horovod with its own arguments."""
+    horovod().init(*args, **kwargs)
+    return HorovodCollectives()
 
 
 @dataclass
@@ -125,11 +130,5 @@ class HostBridge:
         """Post ``request`` on host memory."""
         value = request.value.detach().contiguous()
         host = value.cpu().numpy()
-        lent: Request[Any]
-        if isinstance(request, AllReduce | ReduceScatter):
-            lent = type(request)(host, request.scale)
-        elif isinstance(request, Broadcast):
-            lent = Broadcast(host, request.root)
-        else:
-            lent = type(request)(host)
+        lent: Request[Any] = replace(request, value=host)  # type: ignore[arg-type]
         return _Lent(self.inner.start(lent, name), value.device)

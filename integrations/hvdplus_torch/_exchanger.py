@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
+import logging
 import os
 import sys
 import weakref
@@ -17,17 +17,18 @@ import torch
 from torch.autograd import Variable
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hvdplus.agreement import agree
+from hvdplus.agreement import agree, describe
 from hvdplus.collectives import AllReduce, Collectives
 from hvdplus.errors import ExchangeError, StrategyError
 from hvdplus.reducer import Reducer, Window
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
-from hvdplus.version import __version__
 from hvdplus_torch._arrays import TorchArrays
 from hvdplus_torch._broadcast import checksum, optimizer_state_from
 from hvdplus_torch._layout import Layout, lay_out
-from hvdplus_torch._session import Session, log
+from hvdplus_torch._session import Session, broadcast
+
+log = logging.getLogger("hvdplus")
 
 _KEPT_LAYOUTS = 2  # two parts of a model that are frozen in turn need no new buffers each time
 
@@ -114,7 +115,9 @@ class Exchanger:
         self._agreed = False
         if length > 1 and not self._early:
             self._early = True
-            self._handles[1::2] = [p.register_hook(partial(_arriving, weakref.ref(self), i)) for i, p in enumerate(self._params)]
+            self._handles[1::2] = [
+                p.register_hook(partial(_arriving, weakref.ref(self), i)) for i, p in enumerate(self._params)
+            ]
 
     def _hook(self, p: torch.nn.Parameter, index: int) -> None:
         owner = _OWNERS.get(p)
@@ -166,8 +169,9 @@ class Exchanger:
                 f"accumulate={self.window.length} cannot count micro-batches under reentrant activation checkpointing; "
                 f"use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
-        grad = self._params[index].grad
-        self._open(carried=grad is not None and grad is self._view(index))
+        built, grad = self._current, self._params[index].grad
+        views = built.layout.views if built else []
+        self._open(carried=grad is not None and index < len(views) and grad is views[index])
 
     def _open(self, carried: bool) -> None:
         """Prepare for one more micro-batch. ``carried``: the last window's mean is still there, to be added to."""
@@ -298,8 +302,8 @@ class Exchanger:
         """Whether micro-batches are added up rather than averaged."""
         return self.sum_passes or self.strategy.op == "sum"
 
-    def _view(self, index: int) -> torch.Tensor | None:
-        return self._current.layout.views[index] if self._current and index < len(self._current.layout.views) else None
+    def _view(self, index: int) -> torch.Tensor:
+        return self._layout.views[index]
 
     def _choose_layout(self) -> None:
         """Lay out the parameters that are trained now; a frozen one that is thawed brings a new layout."""
@@ -344,14 +348,8 @@ class Exchanger:
         return self.session.gather(payload, self.collectives)
 
     def _agree(self, layout: Layout) -> None:
-        items = [
-            ("hvdplus", __version__),
-            ("optimizer", type(self.optimizer).__name__),
-            ("wrapped optimizer number", self.scope),
-            *((key, json.dumps(value)) for key, value in self.strategy.to_dict().items()),
-            ("micro-batches are", "summed" if self._sums else "averaged"),
-            *((f"parameter {i}", str(parameter)) for i, parameter in enumerate(layout.plan.parameters)),
-        ]
+        owner = f"{type(self.optimizer).__name__}, wrapped as number {self.scope}"
+        items = describe(layout.plan, self.strategy, owner, self._sums)
         self.session.watch.at(self.stats.steps, f"the agreement of optimizer {self.scope}")
         self._agreed = True
         agree(items, self._gather, "all ranks must build the same model, optimizer and strategy in the same order")
@@ -378,7 +376,7 @@ class Exchanger:
     def _copy_from_root(self) -> None:
         self._root_only = False
         for index, p in enumerate(self._params):
-            self.session.broadcast(p, 0, f"{self.scope}.{index}", self.collectives)
+            broadcast(self.session, p, 0, f"{self.scope}.{index}", self.collectives)
         optimizer_state_from(self.session, self.optimizer, 0, self.collectives)
 
     def verify(self) -> None:

@@ -51,8 +51,10 @@ def describe(name: str, p: torch.nn.Parameter, place: str) -> Parameter:
     Raises:
         StrategyError: its dtype cannot be exchanged, or it has no shape yet.
     """
-    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
-        raise StrategyError(f"parameter {name!r} is not initialised; run one forward pass of the model before wrapping.")
+    if torch.nn.parameter.is_lazy(p):
+        raise StrategyError(
+            f"parameter {name!r} is not initialised; run one forward pass of the model before wrapping."
+        )
     if p.dtype not in _EXCHANGED:
         allowed = ", ".join(dtype_name(dtype) for dtype in _EXCHANGED)
         raise StrategyError(
@@ -62,9 +64,7 @@ def describe(name: str, p: torch.nn.Parameter, place: str) -> Parameter:
     return Parameter(name, tuple(p.shape), dtype_name(p.dtype), place, layout)
 
 
-def lay_out(
-    names: Sequence[str], params: Sequence[torch.nn.Parameter], strategy: Strategy
-) -> Layout:
+def lay_out(names: Sequence[str], params: Sequence[torch.nn.Parameter], strategy: Strategy) -> Layout:
     """Plan and lay out the parameters, which are in the order of registration."""
     described = [describe(*entry) for entry in zip(names, params, places(params), strict=True)]
     return Layout(plan(described, strategy), params)

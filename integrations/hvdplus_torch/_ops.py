@@ -51,7 +51,9 @@ def _mean_or_sum(op: Any, average: bool | None) -> float:
     if average is not None:
         op = Average if average else Sum
     if op not in (None, Average, Sum):
-        raise StrategyError(f"op={op!r} needs engine 'horovod'; engine {_session.session().engine!r} has Average and Sum.")
+        raise StrategyError(
+            f"op={op!r} needs engine 'horovod'; engine {_session.session().engine!r} has Average and Sum."
+        )
     return 1.0 if op == Sum else 1.0 / _session.size()
 
 
@@ -76,7 +78,12 @@ class _AllReduceFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Reduce the gradient in the same way."""
         name = None if ctx.name is None else f"{ctx.name}.grad"
-        return _AllReduceFunction.apply(grads[0], ctx.scale, name), None, None
+        return _reduced(grads[0], ctx.scale, name), None, None
+
+
+def _reduced(tensor: torch.Tensor, scale: float, name: str | None) -> torch.Tensor:
+    answer: torch.Tensor = _AllReduceFunction.apply(tensor, scale, name)  # type: ignore[no-untyped-call]
+    return answer
 
 
 @_horovod_or
@@ -94,9 +101,9 @@ def allreduce(
     _refuse_process_set(process_set)
     small, context = compression.compress(tensor)
     scale = _mean_or_sum(op, average) * prescale_factor * postscale_factor
-    if small.dtype in (torch.float16, torch.bfloat16):  # our engines add in fp32
-        return compression.decompress(_AllReduceFunction.apply(small.float(), scale, name).to(small.dtype), context)  # type: ignore[no-any-return]
-    return compression.decompress(_AllReduceFunction.apply(small, scale, name), context)  # type: ignore[no-any-return]
+    half = small.dtype in (torch.float16, torch.bfloat16)  # our engines add in fp32
+    total = _reduced(small.float() if half else small, scale, name).to(small.dtype)
+    return compression.decompress(total, context)  # type: ignore[no-any-return]
 
 
 @_horovod_or
@@ -138,12 +145,10 @@ def grouped_allgather(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
 
 
 @_horovod_or
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
-) -> torch.Tensor:
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> torch.Tensor:
     """Overwrite ``tensor`` with ``root_rank``'s."""
     _refuse_process_set(process_set)
-    _session.session().broadcast(tensor, root_rank, f"op.{name or next(_NUMBERS)}")
+    _session.broadcast(_session.session(), tensor, root_rank, f"op.{name or next(_NUMBERS)}")
     return tensor
 
 

@@ -18,7 +18,7 @@ from hvdplus.strategy import Strategy
 from hvdplus.world import World
 from hvdplus_torch import _session
 from hvdplus_torch._broadcast import optimizer_state_from
-from hvdplus_torch._compression import Compression, codec_of
+from hvdplus_torch._compression import codec_of
 from hvdplus_torch._engines import HorovodCollectives
 from hvdplus_torch._exchanger import Exchanger
 from hvdplus_torch._ops import Adasum, Average, Sum
@@ -87,7 +87,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes in this context add to ``p.grad`` on this rank, to be exchanged by the next one outside."""
+        """Let backward passes in this context add to ``p.grad`` on this rank; the next one outside exchanges it."""
         with self._exchanger.paused():
             yield
 
@@ -104,7 +104,7 @@ def wrap(
     return _wrap(optimizer, model, named_parameters, Strategy.of(strategy, **fields))
 
 
-def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
+def DistributedOptimizer(  # noqa: N802 - Horovod's name and arguments
     optimizer: O,
     named_parameters: Named | None = None,
     compression: Any = None,
@@ -137,7 +137,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
     if op == Sum:
         chosen = _combine(chosen, "op", "sum", "op")
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise StrategyError(f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number of at least 1.")
+        raise StrategyError(f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number above 0.")
     if backward_passes_per_step > 1 and chosen.accumulate > 1:
         raise StrategyError(
             f"backward_passes_per_step={backward_passes_per_step} and accumulate={chosen.accumulate} contradict each "
@@ -154,8 +154,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913 - Horovod's name and arguments
 def _combine(strategy: Strategy, field: str, value: str, argument: str) -> Strategy:
     if getattr(strategy, field) not in (getattr(Strategy(), field), value):
         raise StrategyError(
-            f"{argument}= asks for {field}={value!r} and strategy for {field}={getattr(strategy, field)!r}; give one of "
-            f"the two."
+            f"{argument}= asks for {field}={value!r} and strategy for {field}={getattr(strategy, field)!r}; give one "
+            f"of the two."
         )
     return Strategy.of(strategy, **{field: value})
 
@@ -200,7 +200,7 @@ def _wrap(
         exchanger.agree_now()
         for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
             if isinstance(tensor, torch.Tensor):
-                session.broadcast(tensor, 0, f"{exchanger.scope}.{name}", collectives)
+                _session.broadcast(session, tensor, 0, f"{exchanger.scope}.{name}", collectives)
         optimizer_state_from(session, optimizer, 0, collectives)
     return optimizer
 
@@ -251,7 +251,7 @@ def _names(
     for name, _ in pairs:
         counts[name] = counts.get(name, 0) + 1
     if twice := [name for name, count in counts.items() if count > 1]:
-        raise StrategyError(f"named_parameters has {', '.join(map(repr, twice))} more than once; give every parameter its own name.")
+        raise StrategyError(f"named_parameters has {', '.join(map(repr, twice))} more than once; name each once.")
     names = {id(p): name for name, p in pairs}
     missing = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if missing:

@@ -1,64 +1,26 @@
-"""What ``init()`` sets up: the world, the engine, the line between ranks; and the questions about them."""
+"""The session of this process in torch: ``init()``, ``shutdown()`` and the questions about ranks."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-import socket
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from hvdplus import engines, mpi
-from hvdplus.collectives import AllGather, Broadcast, Collectives, LocalCollectives
+from hvdplus import session as core
+from hvdplus.collectives import Broadcast, Collectives
 from hvdplus.errors import LaunchError
-from hvdplus.watch import Watch
-from hvdplus.world import World, discover
-from hvdplus_torch._engines import HorovodCollectives, HostBridge, horovod, horovod_serves
+from hvdplus_torch._engines import HostBridge, horovod, horovod_serves, start_horovod
 
-log = logging.getLogger("hvdplus")
+Session: TypeAlias = core.Session[torch.Tensor]
 
-
-@dataclass
-class Session:
-    """One initialised job, as this rank sees it."""
-
-    world: World
-    engine: str
-    collectives: Collectives[torch.Tensor]
-    watch: Watch
-    cross: tuple[int, int] = (0, 1)
-    _calls: itertools.count[int] = field(default_factory=itertools.count)
-
-    def gather(self, payload: bytes, collectives: Collectives[torch.Tensor] | None = None) -> list[bytes]:
-        """Return every rank's ``payload``, in rank order; all ranks call this together."""
-        among = collectives or self.collectives
-        if among.size == 1:
-            return [payload]
-        name = f"hvdplus.gather.{next(self._calls)}"
-        lengths = self.watch.wait(among.start(AllGather(torch.tensor([len(payload)])), f"{name}.length"))
-        longest = max(1, int(lengths.max()))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-        everyone = self.watch.wait(among.start(AllGather(padded), name))
-        return [bytes(row[: int(n)].tolist()) for row, n in zip(everyone, lengths.flatten(), strict=True)]
-
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, name: str, collectives: Collectives[torch.Tensor] | None = None
-    ) -> None:
-        """Overwrite ``tensor``, of any dtype and layout, with ``root``'s."""
-        among = collectives or self.collectives
-        if among.size == 1 or tensor.numel() == 0:
-            return
-        flat = tensor.detach().contiguous().reshape(-1).clone()
-        as_bytes = torch.view_as_real(flat) if flat.is_complex() else flat
-        pending = among.start(Broadcast(as_bytes.reshape(-1).view(torch.uint8), root), f"hvdplus.broadcast.{name}")
-        answer = self.watch.wait(pending).view(as_bytes.dtype).view(as_bytes.shape)
-        whole = torch.view_as_complex(answer) if flat.is_complex() else answer
-        with torch.no_grad():
-            tensor.copy_(whole.view(tensor.shape))
-
+_TORCH = core.Framework(
+    name="torch",
+    lend=torch.from_numpy,
+    read=lambda tensor: tensor.cpu().numpy(),
+    host=HostBridge,
+    horovod=start_horovod,
+    horovod_serves=horovod_serves,
+)
 
 _current: Session | None = None
 
@@ -72,45 +34,8 @@ def init(*args: Any, **kwargs: Any) -> None:
         LaunchError: no engine can serve what the launcher started, or the engine sees another world.
     """
     global _current
-    if _current is not None:
-        return
-    world = discover()
-    engine = engines.choose(engines.wanted(), world, horovod_serves, mpi.available)
-    if (args or kwargs) and engine != "horovod":
-        raise LaunchError(f"init() takes arguments with engine 'horovod' only, and this is engine {engine!r}.")
-    collectives = _start(engine, args, kwargs)
-    if not args and not kwargs.get("comm"):
-        engines.check(world, engine, collectives.rank, collectives.size)
-    watch = Watch(collectives.rank, collectives.size)
-    session = Session(replace(world, rank=collectives.rank, size=collectives.size), engine, collectives, watch)
-    watch.connect(session.gather)
-    _find_neighbours(session)
-    _current = session
-
-
-def _start(engine: str, args: Any, kwargs: Any) -> Collectives[torch.Tensor]:
-    if engine == "horovod":
-        horovod().init(*args, **kwargs)
-        return HorovodCollectives()
-    return HostBridge(mpi.MpiCollectives()) if engine == "mpi" else LocalCollectives()
-
-
-def _find_neighbours(session: Session) -> None:
-    """Fill in local and cross rank by comparing host names, and compare with what the launcher says."""
-    world = session.world
-    hosts = session.gather(socket.gethostname().encode())
-    local = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-    alike = [rank for rank, place in enumerate(local) if place == local[world.rank]]
-    session.cross = alike.index(world.rank), len(alike)
-    if world.launcher == "override" and world.local_rank is not None:
-        return
-    mine = local[world.rank]
-    if world.local_rank not in (None, mine):
-        log.warning(
-            "rank %d: the launcher (%s) says local rank %s, but by host names it is %d; using %d.",
-            world.rank, world.launcher, world.local_rank, mine, mine,
-        )  # fmt: skip
-    session.world = replace(world, local_rank=mine, local_size=hosts.count(hosts[world.rank]))
+    if _current is None:
+        _current = core.start(_TORCH, *args, **kwargs)
 
 
 def session() -> Session:
@@ -175,3 +100,18 @@ def device() -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return torch.device("cuda", local_rank() % count) if count else torch.device("cpu")
 
+
+def broadcast(
+    current: Session, tensor: torch.Tensor, root: int, name: str, collectives: Collectives[torch.Tensor] | None = None
+) -> None:
+    """Overwrite ``tensor``, of any dtype and layout, with ``root``'s; ``name`` is the same on all ranks."""
+    among = collectives or current.collectives
+    if among.size == 1 or tensor.numel() == 0:
+        return
+    flat = tensor.detach().contiguous().reshape(-1).clone()
+    real = torch.view_as_real(flat) if flat.is_complex() else flat
+    pending = among.start(Broadcast(real.reshape(-1).view(torch.uint8), root), f"hvdplus.broadcast.{name}")
+    answer = current.watch.wait(pending).view(real.dtype).view(real.shape)
+    whole = torch.view_as_complex(answer) if flat.is_complex() else answer
+    with torch.no_grad():
+        tensor.copy_(whole.view(tensor.shape))

@@ -1,0 +1,117 @@
+"""One initialised job as one rank sees it: the world, the engine, the line between ranks, and what only needs these."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from hvdplus import engines, mpi
+from hvdplus.arrays import NumPyArray
+from hvdplus.collectives import AllGather, Collectives, LocalCollectives
+from hvdplus.errors import LaunchError
+from hvdplus.watch import Watch
+from hvdplus.world import World, discover
+
+A = TypeVar("A")
+
+log = logging.getLogger("hvdplus")
+
+
+@dataclass(frozen=True)
+class Framework(Generic[A]):
+    """What the core must know of a framework to start a job in it.
+
+    ``lend`` and ``read`` turn a NumPy array into the framework's and back; ``host`` makes a host engine's collectives
+    serve its arrays; ``horovod`` starts Horovod with ``init``'s arguments and returns its collectives.
+    """
+
+    name: str
+    lend: Callable[[NumPyArray], A]
+    read: Callable[[A], NumPyArray]
+    host: Callable[[Collectives[NumPyArray]], Collectives[A]]
+    horovod: Callable[..., Collectives[A]]
+    horovod_serves: Callable[[World], bool]
+
+
+@dataclass
+class Session(Generic[A]):
+    """One initialised job. ``cross`` is this host's number among those that have a rank of this local rank."""
+
+    framework: Framework[A]
+    world: World
+    engine: str
+    collectives: Collectives[A]
+    watch: Watch
+    cross: tuple[int, int] = (0, 1)
+    _calls: itertools.count[int] = field(default_factory=itertools.count)
+
+    def gather(self, payload: bytes, collectives: Collectives[A] | None = None) -> list[bytes]:
+        """Return every rank's ``payload``, in rank order; all ranks call this together."""
+        among = collectives or self.collectives
+        if among.size == 1:
+            return [payload]
+        name = f"hvdplus.gather.{next(self._calls)}"
+        lengths = self._all(np.array([len(payload)], np.int64), f"{name}.length", among).reshape(-1)
+        padded = np.zeros(max(1, int(lengths.max())), np.uint8)
+        padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+        rows = self._all(padded, name, among)
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def _all(self, value: NumPyArray, name: str, among: Collectives[A]) -> NumPyArray:
+        pending = among.start(AllGather(self.framework.lend(value)), name)
+        return self.framework.read(self.watch.wait(pending))
+
+
+def start(framework: Framework[A], *args: Any, **kwargs: Any) -> Session[A]:
+    """Join the job: find this rank, choose the engine (``HVDPLUS_ENGINE``), start it, open the line to all ranks.
+
+    Args:
+        framework: whose arrays are exchanged.
+        *args: Horovod's arguments to ``init`` (``comm``, ``process_sets``); they need its engine.
+        **kwargs: the same by name.
+
+    Raises:
+        LaunchError: no engine can serve what the launcher started, or the engine sees another world.
+    """
+    world = discover()
+    engine = engines.choose(engines.wanted(), world, framework.horovod_serves, mpi.available)
+    if (args or kwargs) and engine != "horovod":
+        raise LaunchError(f"init() takes arguments with engine 'horovod' only, and this is engine {engine!r}.")
+    collectives = _serve(engine, framework, args, kwargs)
+    if not args and not kwargs.get("comm"):
+        engines.check(world, engine, collectives.rank, collectives.size)
+    world = replace(world, rank=collectives.rank, size=collectives.size)
+    session = Session(framework, world, engine, collectives, Watch(world.rank, world.size))
+    session.watch.connect(session.gather)
+    _find_neighbours(session)
+    return session
+
+
+def _serve(engine: str, framework: Framework[A], args: Any, kwargs: Any) -> Collectives[A]:
+    if engine == "horovod":
+        return framework.horovod(*args, **kwargs)
+    return framework.host(mpi.MpiCollectives()) if engine == "mpi" else LocalCollectives()
+
+
+def _find_neighbours(session: Session[Any]) -> None:
+    """Fill in local and cross rank by comparing host names, and compare with what the launcher says."""
+    world = session.world
+    hosts = session.gather(socket.gethostname().encode())
+    local = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    alike = [rank for rank, place in enumerate(local) if place == local[world.rank]]
+    session.cross = alike.index(world.rank), len(alike)
+    if world.launcher == "override" and world.local_rank is not None:
+        return
+    mine = local[world.rank]
+    if world.local_rank not in (None, mine):
+        log.warning(
+            "rank %d: the launcher (%s) says local rank %s, but by host names it is %d; using %d.",
+            world.rank, world.launcher, world.local_rank, mine, mine,
+        )  # fmt: skip
+    session.world = replace(world, local_rank=mine, local_size=hosts.count(hosts[world.rank]))
