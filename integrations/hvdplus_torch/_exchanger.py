@@ -146,6 +146,8 @@ class Exchanger:
         if self._paused:
             return
         self.arriving(index)
+        if self._layout.bucket_of[index] is None:  # it has no elements
+            return
         self._take(index, p)
         if self._closing:
             p.grad = self._view(index)
@@ -217,8 +219,7 @@ class Exchanger:
 
     def _count_in(self, index: int) -> None:
         bucket = self._layout.bucket_of[index]
-        if bucket is None:
-            return
+        assert bucket is not None
         self._missing[bucket] -= 1
         while (n := self._reducer.started) < len(self._missing) - 1 and self._missing[n] == 0:
             self._send()
@@ -398,7 +399,7 @@ class Exchanger:
         """Update if an update is due, else hold it back; return what ``base`` returned."""
         if self._repeats():
             return base()
-        if self.window.since_step == 0:
+        if self.window.since_step == 0 and not self.window.full:
             self._empty_backward()
         self._refuse_scaler()
         self.updated = self.window.step()
@@ -480,11 +481,12 @@ class Exchanger:
         """Return the mean over ranks of one number or 0-d tensor."""
         if self.collectives.size == 1:
             return value
-        number = torch.tensor([float(value)], dtype=torch.float64)
+        plain = value.detach() if isinstance(value, torch.Tensor) else value
+        number = torch.tensor([float(plain)], dtype=torch.float64)
         request = AllReduce(number, scale=1.0 / self.collectives.size)
         pending = self.collectives.start(request, f"hvdplus.{self.scope}.mean")
         answer = float(self.session.watch.wait(pending)[0])
-        return value.detach().new_tensor(answer) if isinstance(value, torch.Tensor) else answer
+        return plain.new_tensor(answer) if isinstance(plain, torch.Tensor) else answer
 
     # -- loss scaling -----------------------------------------------------------------------------------------
 

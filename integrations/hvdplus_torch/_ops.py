@@ -28,10 +28,18 @@ def _horovod_or(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _session.is_initialized() or _session.session().engine == "horovod":
-            return getattr(horovod(), own.__name__)(*args, **kwargs)
+            return _with_dense_gradient(getattr(horovod(), own.__name__)(*args, **kwargs))
         return own(*args, **kwargs)
 
     return call
+
+
+def _with_dense_gradient(answer: Any) -> Any:
+    """Make the gradient of Horovod's answer contiguous: it refuses the expanded one that ``answer.sum()`` has."""
+    for tensor in answer if isinstance(answer, list | tuple) else [answer]:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(torch.Tensor.contiguous)
+    return answer
 
 
 def _wait(request: Request[torch.Tensor], name: str | None) -> torch.Tensor:
