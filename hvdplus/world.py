@@ -74,6 +74,8 @@ _TORCH_ENV = _Family("torch-env", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL
 _FLUX = _Family("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",))
 # A batch script without srun has SLURM_PROCID too, but no step; and the job's SLURM_NTASKS is not the step's.
 _SLURM = _Family("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), proof="SLURM_STEP_ID")
+# PMIx tells no size; the name stands for what a message says is missing.
+_PMIX = _Family("PMIx", "PMIX_RANK", "PMIX_SIZE")
 
 #: Launchers whose processes an MPI library can join by itself.
 MPI_LAUNCHERS = frozenset({"openmpi", "mvapich2", "platform-mpi", "pals", "jsrun", "mpich", "slurm", "flux"})
@@ -91,6 +93,7 @@ def discover(environ: Mapping[str, str] = os.environ) -> World:
     Raises:
         LaunchError: a value is no valid number, a rank has no size, or two launchers contradict each other.
     """
+    _refuse_half_override(environ)
     for family in (_OVERRIDE, _ELASTIC):
         if (world := _read(family, environ)) is not None:
             return world
@@ -201,9 +204,21 @@ def _quote(family: _Family, environ: Mapping[str, str]) -> str:
 
 
 def _refuse_rank_without_size(environ: Mapping[str, str]) -> None:
-    rank = environ.get("PMIX_RANK")
-    if rank:
-        raise LaunchError(
-            f"PMIX_RANK={rank} says that a PMIx launcher started this process, but no variable says how many ranks "
-            f"there are; set HVDPLUS_RANK and HVDPLUS_SIZE, or start it with horovodrun, mpirun or srun."
-        )
+    """Refuse a rank among an unknown number: to go on as rank 0 of 1 would train alone, without a word."""
+    families = (_ELASTIC, *_MPI_LIKE, _FLUX, _SLURM, _PMIX)
+    for family in families:
+        proven = family.proof is None or environ.get(family.proof)
+        if environ.get(family.rank) and proven:
+            raise LaunchError(
+                f"{family.rank}={environ[family.rank]} says that a launcher ({family.launcher}) started this process, "
+                f"but {family.size} does not say how many ranks there are; set HVDPLUS_RANK and HVDPLUS_SIZE, or start "
+                f"it with horovodrun, mpirun or srun."
+            )
+
+
+def _refuse_half_override(environ: Mapping[str, str]) -> None:
+    names = (_OVERRIDE.rank, _OVERRIDE.size)
+    there = [name for name in names if environ.get(name)]
+    if len(there) == 1:
+        missing = names[1] if there[0] == names[0] else names[0]
+        raise LaunchError(f"{there[0]}={environ[there[0]]} needs {missing} beside it; set both or neither.")
