@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -173,10 +174,8 @@ def test_parse_refuses_what_is_no_text():
 
 @given(st.text(max_size=30))
 def test_any_text_is_a_strategy_or_a_strategy_error(text):
-    try:
+    with contextlib.suppress(StrategyError):
         assert isinstance(Strategy.parse(text), Strategy)
-    except StrategyError as error:
-        assert str(error)
 
 
 def test_unknown_fields_are_named_with_what_there_is():

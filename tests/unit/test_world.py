@@ -164,9 +164,7 @@ def test_pitfall(environ, world):
 
 
 def test_a_job_stays_whole_where_one_node_of_many_tells():
-    worlds = [
-        discover({"SLURM_PROCID": str(i), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}) for i in range(3)
-    ]
+    worlds = [discover({"SLURM_PROCID": str(i), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}) for i in range(3)]
     assert [(w.rank, w.size) for w in worlds] == [(0, 3), (1, 3), (2, 3)]
 
 
@@ -188,7 +186,9 @@ REFUSED = {
     ),
     "tasks a node": (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, ["SLURM_STEP_TASKS_PER_NODE='2(3)'"]),
     "Open MPI and torch variables": (
-        OPENMPI | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"} | TORCH_ENV,
+        OPENMPI
+        | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+        | TORCH_ENV,
         ["OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2", "RANK=5 WORLD_SIZE=8", "HVDPLUS_RANK and HVDPLUS_SIZE"],
     ),
     "a rank of horovodrun that called mpirun": (
