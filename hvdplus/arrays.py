@@ -102,6 +102,10 @@ class Arrays(Protocol[A]):
         """Undo ``to_bits`` into dtype ``into``."""
 
 
+# A number that overflows becomes infinite in silence, as on every device: a step that is not finite is skipped.
+_quiet = np.errstate(over="ignore", invalid="ignore")
+
+
 class NumPyArrays:
     """The reference: plain NumPy, written to be read."""
 
@@ -125,24 +129,26 @@ class NumPyArrays:
         """A new array with the same values."""
         return x.copy()
 
+    @_quiet
     def cast(self, x: NumPyArray, dtype: str) -> NumPyArray:
-        """``x`` in ``dtype``; overflow becomes infinite, in silence, as on every device."""
-        with np.errstate(over="ignore"):
-            return x.astype(dtype, copy=False)
+        """``x`` in ``dtype``."""
+        return x.astype(dtype, copy=False)
 
+    @_quiet
     def scaled(self, x: NumPyArray, factor: float) -> NumPyArray:
         """``x * factor``."""
         scaled: NumPyArray = x * np.asarray(factor, x.dtype)
         return scaled
 
+    @_quiet
     def add(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
         """``x + y``."""
         return x + y
 
+    @_quiet
     def subtract(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
         """``x - y``."""
-        with np.errstate(invalid="ignore"):
-            return x - y
+        return x - y
 
     def norm(self, x: NumPyArray) -> float:
         """The Euclidean norm."""
@@ -168,10 +174,10 @@ class NumPyArrays:
         """The first ``count`` elements."""
         return x[:count]
 
+    @_quiet
     def mean_rows(self, x: NumPyArray) -> NumPyArray:
         """The mean over rows, each divided before it is added."""
-        with np.errstate(invalid="ignore"):
-            mean: NumPyArray = np.sum(x * np.asarray(1.0 / len(x), x.dtype), axis=0)
+        mean: NumPyArray = np.sum(x * np.asarray(1.0 / len(x), x.dtype), axis=0)
         return mean
 
     def to_bits(self, x: NumPyArray, dtype: str) -> NumPyArray:
@@ -183,6 +189,7 @@ class NumPyArrays:
         quiet = bits >> 16 | 0x40  # rounding up could turn a NaN into an infinity or into -0
         return np.where(np.isnan(x), quiet, rounded).astype(np.uint16).view(np.int16)
 
+    @_quiet
     def from_bits(self, x: NumPyArray, dtype: str, into: str) -> NumPyArray:
         """Read the bits of ``dtype``."""
         if dtype == "float16":

@@ -75,7 +75,7 @@ class Asks:
         self.rounds = rounds
 
     def exchange(self, x, site):
-        yield from self.rounds(site.rank, x)
+        yield from (request for request in self.rounds(site.rank, x))  # a list cannot be sent answers
         return Outcome(x)
 
 

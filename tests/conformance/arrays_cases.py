@@ -1,0 +1,252 @@
+"""What every implementation of ``hvdplus.arrays.Arrays`` must do; subclass it in three lines."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdplus.arrays import NumPyArrays
+
+REFERENCE = NumPyArrays()
+FLOATS = ["float16", "float32", "float64"]
+HALVES = ["float16", "bfloat16"]
+ALL_BITS = np.arange(2**16, dtype=np.uint16).view(np.int16)
+
+
+def specials(dtype: str) -> np.ndarray:
+    """Zeros of both signs, infinities, NaN, the largest, the smallest, and subnormal numbers."""
+    info = np.finfo(dtype)
+    small, tiny = info.smallest_subnormal, info.tiny
+    values = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, info.max, -info.max, tiny, -tiny, small, -small, tiny / 2]
+    return np.array(values, dtype)
+
+
+def nan_payloads() -> np.ndarray:
+    """fp32 NaNs of which rounding or cutting the bits would make an infinity, a zero or a number."""
+    bits = [0x7F800001, 0x7F80FFFF, 0x7FFFFFFF, 0x7FFFFFFE, 0x7FC00000, 0x7FFF8000, 0xFF800001, 0xFFFFFFFF, 0xFFFF8000]
+    return np.array(bits, np.uint32).view(np.float32)
+
+
+def ties(dtype: str) -> np.ndarray:
+    """fp32 numbers half-way between two of ``dtype``, their neighbours on both sides, and both signs."""
+    lost = {"float16": 13, "bfloat16": 16}[dtype]
+    kept = np.concatenate([[0x3F800000], np.random.default_rng(0).integers(0x38800000, 0x477F0000, 500)])
+    middle = (kept.astype(np.uint32) >> lost << lost) | (1 << (lost - 1))
+    values = np.concatenate([middle - 1, middle, middle + 1]).astype(np.uint32).view(np.float32)
+    return np.concatenate([values, -values])
+
+
+def fp16_edges() -> np.ndarray:
+    """fp32 numbers around the largest fp16, and at and around the ties between its subnormal numbers."""
+    step = 2.0**-24
+    values = [
+        65504,
+        65519.996,
+        65520,
+        65536,
+        1e5,
+        step,
+        step / 2,
+        step * 0.5000001,
+        step * 1.5,
+        step * 2.5,
+        2**-14,
+        6e-5,
+    ]
+    return np.array([*values, *(-value for value in values)], np.float32)
+
+
+def random_floats() -> np.ndarray:
+    """fp32 numbers of random bits: every exponent, NaN and subnormal numbers among them."""
+    return np.random.default_rng(1).integers(0, 2**32, 200_001, np.uint32).view(np.float32)
+
+
+def same(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Bits for numbers (so -0 is not 0), anything that is NaN for NaN."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    nan = np.isnan(expected) if expected.dtype.kind == "f" else np.zeros(expected.shape, bool)
+    assert (np.isnan(actual) == nan).all() if nan.any() else True
+    unsigned = f"u{expected.dtype.itemsize}"
+    wrong = (actual.view(unsigned) != expected.view(unsigned)) & ~nan
+    assert not wrong.any(), (actual[wrong][:5], expected[wrong][:5])
+
+
+class ArraysCases:
+    """``arrays`` is under test; ``lend`` turns a NumPy array into its kind, ``read`` turns it back."""
+
+    arrays = REFERENCE
+
+    @staticmethod
+    def lend(array):
+        return array.copy()
+
+    @staticmethod
+    def read(array):
+        return np.asarray(array)
+
+    def check(self, name, *operands, **others):
+        """Compare one operation with the reference's, bit by bit."""
+        actual = getattr(self.arrays, name)(*map(self._lent, operands), **others)
+        with np.errstate(all="ignore"):
+            expected = getattr(REFERENCE, name)(*operands, **others)
+        same(self.read(actual), expected)
+
+    def _lent(self, operand):
+        return self.lend(operand) if isinstance(operand, np.ndarray) else operand
+
+    @pytest.mark.parametrize("dtype", [*FLOATS, "int16", "uint8"])
+    @pytest.mark.parametrize("size", [0, 1, 7])
+    def test_zeros(self, dtype, size):
+        zeros = self.arrays.zeros(size, dtype)
+        same(self.read(zeros), np.zeros(size, dtype))
+        assert self.arrays.dtype(zeros) == dtype
+        assert self.arrays.count(zeros) == size
+        assert self.arrays.nbytes(zeros) == size * np.dtype(dtype).itemsize
+
+    def test_count_and_nbytes_of_rows(self):
+        rows = self.lend(np.zeros((2, 3), np.float32))
+        assert (self.arrays.count(rows), self.arrays.nbytes(rows)) == (6, 24)
+
+    def test_a_copy_is_not_the_original(self):
+        original = self.lend(np.ones(3, np.float32))
+        copy = self.arrays.copy(original)
+        try:
+            original[0] = 5
+        except TypeError:  # arrays that cannot be written into
+            return
+        assert self.read(copy).tolist() == [1, 1, 1]
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_a_copy_is_equal(self, dtype):
+        self.check("copy", specials(dtype))
+
+    @pytest.mark.parametrize("into", FLOATS)
+    def test_cast_from_float32(self, into):
+        for values in (specials("float32"), nan_payloads(), ties("float16"), fp16_edges(), random_floats()):
+            self.check("cast", values, dtype=into)
+
+    @pytest.mark.parametrize("dtype", ["float16", "float64"])
+    def test_cast_to_float32(self, dtype):
+        self.check("cast", specials(dtype), dtype="float32")
+        self.check("cast", np.array([], dtype), dtype="float32")
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("factor", [0.5, 4.0, 1.0, -2.0])
+    def test_scaled_by_a_power_of_two(self, dtype, factor):
+        self.check("scaled", specials(dtype), factor=factor)
+        self.check("scaled", np.array([], dtype), factor=factor)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_scaled_by_any_number(self, dtype):
+        values = np.linspace(-3, 3, 101).astype(dtype)
+        actual = self.read(self.arrays.scaled(self.lend(values), 1 / 3))
+        assert actual.dtype == dtype
+        np.testing.assert_allclose(actual, values / np.asarray(3, dtype), rtol=2 * np.finfo(dtype).eps)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("name", ["add", "subtract"])
+    def test_add_and_subtract(self, dtype, name):
+        values = specials(dtype)
+        for other in (values, values[::-1].copy(), -values):
+            self.check(name, values, other)
+        self.check(name, values[:0], values[:0])
+
+    @pytest.mark.parametrize(
+        ("dtype", "values"), [("float16", [3e4, 4e4]), ("float32", [3e38, 3e38, 1.0]), ("float32", [])]
+    )
+    def test_norm_neither_overflows_nor_fails(self, dtype, values):
+        expected = float(np.sqrt(np.sum(np.array(values, dtype).astype(np.float64) ** 2)))
+        norm = self.arrays.norm(self.lend(np.array(values, dtype)))
+        assert isinstance(norm, float)
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_all_finite(self, dtype):
+        limit = np.finfo(dtype).max
+        assert self.arrays.all_finite(self.lend(np.array([0, limit, -limit], dtype)))
+        assert self.arrays.all_finite(self.lend(np.array([], dtype)))
+        for bad in (np.inf, -np.inf, np.nan):
+            assert not self.arrays.all_finite(self.lend(np.array([0, limit, bad], dtype)))
+            assert not self.arrays.all_finite(self.lend(np.array([bad], dtype)))
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("bad", [0.0, np.inf, -np.inf, np.nan])
+    def test_where_finite_takes_one_or_the_other_as_it_is(self, dtype, bad):
+        condition = np.array([0, bad, 1], dtype)
+        self.check("where_finite", condition, specials(dtype), -specials(dtype))
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "int16", "uint8"])
+    @pytest.mark.parametrize("count", [1, 2, 3, 4])
+    @pytest.mark.parametrize("size", [1, 2, 5, 12, 13])
+    def test_rows(self, dtype, count, size):
+        values = np.arange(1, size + 1).astype(dtype)
+        rows = self.arrays.rows(self.lend(values), count)
+        assert tuple(rows.shape) == (count, -(-size // count))
+        self.check("rows", values, count=count)
+        flat = self.arrays.flat(rows)
+        assert self.read(self.arrays.head(flat, size)).tolist() == values.tolist()
+        assert self.read(flat)[size:].tolist() == [0] * (-size % count)
+
+    def test_rows_of_nothing(self):
+        self.check("rows", np.zeros(0, np.float32), count=4)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+    def test_mean_of_rows(self, dtype, ranks):
+        rows = np.random.default_rng(2).normal(size=(ranks, 33)).astype(dtype)
+        mean = self.read(self.arrays.mean_rows(self.lend(rows)))
+        assert mean.dtype == dtype
+        np.testing.assert_allclose(mean, rows.astype(np.float64).mean(axis=0), rtol=1e-6, atol=1e-6)
+
+    def test_mean_of_rows_does_not_overflow_where_the_mean_does_not(self):
+        rows = np.full((4, 2), 3e38, np.float32)
+        assert self.read(self.arrays.mean_rows(self.lend(rows))).tolist() == rows[0].tolist()
+
+    @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+    def test_mean_of_rows_shows_what_is_not_finite(self, bad):
+        rows = np.zeros((3, 2), np.float32)
+        rows[1, 1] = bad
+        assert np.isfinite(self.read(self.arrays.mean_rows(self.lend(rows)))).tolist() == [True, False]
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_every_half_is_read(self, dtype):
+        for into in ("float32", "float64"):
+            self.check("from_bits", ALL_BITS, dtype=dtype, into=into)
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_every_half_comes_back(self, dtype):
+        values = self.arrays.from_bits(self.lend(ALL_BITS), dtype, "float32")
+        bits = self.read(self.arrays.to_bits(values, dtype))
+        number = ~np.isnan(self.read(values))
+        assert bits.dtype == np.int16
+        assert (bits == ALL_BITS)[number].all()
+        again = self.read(self.arrays.from_bits(self.arrays.to_bits(values, dtype), dtype, "float32"))
+        assert np.isnan(again[~number]).all()
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_bits_are_rounded_to_nearest_even(self, dtype):
+        for values in (specials("float32"), ties(dtype), fp16_edges(), random_floats()):
+            number = values[~np.isnan(values)]
+            self.check("to_bits", number, dtype=dtype)
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_no_nan_becomes_a_number(self, dtype):
+        bits = self.arrays.to_bits(self.lend(nan_payloads()), dtype)
+        assert np.isnan(self.read(self.arrays.from_bits(bits, dtype, "float32"))).all()
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_bits_of_rows_and_of_nothing(self, dtype):
+        rows = np.linspace(-1, 1, 12).astype(np.float32).reshape(3, 4)
+        self.check("to_bits", rows, dtype=dtype)
+        self.check("from_bits", REFERENCE.to_bits(rows, dtype), dtype=dtype, into="float32")
+        self.check("to_bits", rows[0, :0].copy(), dtype=dtype)
+
+    def test_bits_of_float16_itself_are_its_own(self):
+        values = ALL_BITS.view(np.float16)
+        bits = self.read(self.arrays.to_bits(self.lend(values), "float16"))
+        assert (bits == ALL_BITS)[~np.isnan(values)].all()
+
+    def test_bits_of_float64(self):
+        self.check("to_bits", np.linspace(-7e4, 7e4, 1001), dtype="float16")
+        self.check("to_bits", np.linspace(-7e4, 7e4, 1001), dtype="bfloat16")
