@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -207,7 +208,7 @@ class Reducer(Generic[A]):
             if flight.given is not None and flight.outcome is not None and flight.outcome.sent is not None:
                 lost += arrays.norm(arrays.subtract(flight.given, flight.outcome.sent)) ** 2
                 given += arrays.norm(flight.given) ** 2
-        if given > 0:
+        if 0 < given < math.inf:  # a step that is not finite says nothing
             self.stats.relative_error = (lost / given) ** 0.5
 
 

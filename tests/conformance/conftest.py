@@ -1,5 +1,11 @@
-"""The cases that several test modules share are rewritten too, so that a failed assertion shows its values."""
+"""Settings of this folder's tests."""
 
 import pytest
+from hypothesis import settings
 
+# The cases that several modules share are rewritten too, so that a failed assertion shows its values.
 pytest.register_assert_rewrite("arrays_cases", "codec_laws")
+
+# Machines that are shared have no steady clock.
+settings.register_profile("hvdplus", deadline=None)
+settings.load_profile("hvdplus")

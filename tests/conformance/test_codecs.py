@@ -1,0 +1,310 @@
+"""Every codec against what must hold, over ranks that run in lockstep."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from codec_laws import LAWS, Law, register_signs, sent_of, tolerance
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from hvdplus import codecs
+from hvdplus.codecs import ErrorFeedback, registry
+from hvdplus.testing import Wire, lockstep
+
+SPECS = list(LAWS)
+BAD = [np.nan, np.inf, -np.inf]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _user_codec():
+    register_signs()
+    yield
+    del registry._MAKERS["signs"]
+
+
+def numbers(dtype="float32", limit=1e4):
+    width = {"float16": 16, "float32": 32, "float64": 64}[dtype]
+    limit = float(np.asarray(limit, dtype))
+    return st.floats(-limit, limit, width=width, allow_nan=False)
+
+
+@st.composite
+def buckets(draw, steps=1, dtype="float32", limit=1e4, ranks=(1, 2, 3, 4)):
+    """For every step one array a rank, all of one odd or even size."""
+    size, count = draw(st.sampled_from(ranks)), draw(st.integers(1, 19))
+    shape = (draw(st.integers(1, steps)), size, count)
+    return draw(hnp.arrays(dtype, shape, elements=numbers(dtype, limit)))
+
+
+@pytest.fixture(params=[True, False], ids=["wire adds halves", "wire adds no halves"])
+def halves(request):
+    return request.param
+
+
+def cells(site):
+    return {key: cell.read().tobytes() for key, cell in site.cells.items()}
+
+
+def bit_identical(outcomes):
+    return len({outcome.mean.tobytes() for outcome in outcomes}) == 1
+
+
+def check_mean(outcomes, inputs, law):
+    sent = sent_of(outcomes, inputs)
+    mean = outcomes[0].mean.astype(np.float64)
+    assert mean.shape == inputs[0].shape
+    assert outcomes[0].mean.dtype == inputs[0].dtype
+    assert (np.abs(mean - np.mean(sent, axis=0)) <= tolerance(law, sent)).all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(data=st.data())
+def test_the_mean_is_the_mean_of_what_was_sent_on_every_rank(spec, data):
+    (inputs,) = data.draw(buckets())
+    for adds in (True, False):
+        outcomes = lockstep(spec, list(inputs), sites=Wire(len(inputs), halves=adds).sites())
+        check_mean(outcomes, inputs, LAWS[spec])
+        assert bit_identical(outcomes)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@given(data=st.data())
+@settings(max_examples=50)
+def test_other_dtypes_keep_theirs(spec, dtype, data):
+    (inputs,) = data.draw(buckets(dtype=dtype, limit=1e3))
+    law = LAWS[spec]
+    half = Law(law.relative + 2**-8, law.absolute + 2**-22, law.wire, everywhere=law.everywhere)
+    for adds in (True, False):
+        if dtype == "float16" and spec == "signs" and not adds:
+            continue  # it does not ask whether the wire adds halves
+        outcomes = lockstep(spec, list(inputs), sites=Wire(len(inputs), halves=adds).sites())
+        check_mean(outcomes, inputs, half if dtype == "float16" else law)
+        assert bit_identical(outcomes)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(data=st.data())
+def test_what_was_given_is_what_was_sent_plus_the_residual(spec, data):
+    steps = data.draw(buckets(steps=5))
+    wire = Wire(steps.shape[1], halves=data.draw(st.booleans()))
+    sites = wire.sites()
+    codec = ErrorFeedback(codecs.make(spec))
+    sent, largest = np.zeros(steps.shape[1:]), 1e-38
+    for inputs in steps:
+        outcomes = lockstep(codec, list(inputs), sites=sites)
+        assert bit_identical(outcomes)
+        check_mean(outcomes, [outcome.sent for outcome in outcomes], LAWS[spec])
+        sent += sent_of(outcomes, inputs)
+        largest = max(largest, *(np.abs(o.sent).max() for o in outcomes), np.abs(inputs).max())
+    residual = np.array([site.cells["residual"].read() for site in sites], np.float64)
+    given_in_all = steps.astype(np.float64).sum(axis=0)
+    assert np.abs(given_in_all - (sent + residual)).max() <= len(steps) * 8 * 2**-24 * largest
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(data=st.data())
+@settings(max_examples=50)
+def test_a_residual_does_not_grow(spec, data):
+    (inputs,) = data.draw(buckets())
+    sites = Wire(len(inputs)).sites()
+    codec = ErrorFeedback(codecs.make(spec))
+    for _ in range(20):
+        lockstep(codec, list(inputs), sites=sites)
+    bound = 2**-22 + (4 * np.abs(inputs).max() * inputs.shape[1])
+    assert all(np.abs(site.cells["residual"].read()).max() <= bound for site in sites)
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "plain"])
+@pytest.mark.parametrize("spec", SPECS)
+@given(data=st.data())
+@settings(max_examples=50)
+def test_what_is_not_finite_on_one_rank_is_so_on_all_and_leaves_no_trace(spec, feedback, data):
+    before, inputs = data.draw(buckets(steps=2).filter(lambda steps: len(steps) == 2))
+    inputs = inputs.copy()
+    rank, place = data.draw(st.integers(0, len(inputs) - 1)), data.draw(st.integers(0, inputs.shape[1] - 1))
+    inputs[rank, place] = data.draw(st.sampled_from(BAD))
+    codec = ErrorFeedback(codecs.make(spec)) if feedback else codecs.make(spec)
+    sites = Wire(len(inputs), halves=data.draw(st.booleans())).sites()
+    lockstep(codec, list(before), sites=sites)
+    kept = [cells(site) for site in sites]
+    outcomes = lockstep(codec, list(inputs), sites=sites)
+    for outcome in outcomes:
+        assert not np.isfinite(outcome.mean[place])
+    assert bit_identical(outcomes)
+    assert [cells(site) for site in sites] == kept
+    assert kept[0] or not feedback
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spec", SPECS)
+def test_infinities_of_both_signs_do_not_cancel(spec, bad, halves):
+    sites = Wire(2, halves=halves).sites()
+    inputs = [np.array([bad, 1.0], np.float32), np.array([-bad, 1.0], np.float32)]
+    outcomes = lockstep(ErrorFeedback(codecs.make(spec)), inputs, sites=sites)
+    assert all(not np.isfinite(outcome.mean[0]) for outcome in outcomes)
+    assert all(not site.cells["residual"].read().any() for site in sites)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000])
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("spec", SPECS)
+def test_zeros_are_zeros(spec, size, count, halves):
+    outcomes = lockstep(spec, [np.zeros(count, np.float32)] * size, sites=Wire(size, halves=halves).sites())
+    assert all(not outcome.mean.any() for outcome in outcomes)
+    assert not np.any(sent_of(outcomes, [np.zeros(count)] * size))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_one_number_on_more_ranks_than_numbers(spec, halves):
+    inputs = [np.array([float(rank)], np.float32) for rank in range(8)]
+    check_mean(lockstep(spec, inputs, sites=Wire(8, halves=halves).sites()), inputs, LAWS[spec])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_huge_numbers_are_divided_before_they_are_added(spec, halves):
+    inputs = [np.full(5, LAWS[spec].largest, np.float32)] * 4
+    outcomes = lockstep(spec, inputs, sites=Wire(4, halves=halves).sites())
+    np.testing.assert_allclose(outcomes[0].mean, inputs[0], rtol=0.01)
+
+
+@pytest.mark.parametrize("spec", ["exact", "fp16", "bf16"])
+def test_huge_halves_on_four_ranks(spec, halves):
+    inputs = [np.full(5, 4e4, np.float16)] * 4
+    outcomes = lockstep(ErrorFeedback(codecs.make(spec)), inputs, sites=(sites := Wire(4, halves=halves).sites()))
+    np.testing.assert_allclose(outcomes[0].mean, inputs[0], rtol=0.01)
+    assert all(np.isfinite(site.cells["residual"].read()).all() for site in sites)
+
+
+def test_fp16_takes_from_one_rank_what_its_mean_can_hold_where_the_wire_adds_it():
+    inputs = [np.array([1e5 if rank == 2 else 0.0], np.float32) for rank in range(4)]
+    assert lockstep("fp16", inputs)[0].mean == pytest.approx(2.5e4, rel=2**-11)
+
+
+def test_fp16_that_overflows_does_so_on_every_rank(halves):
+    sites = Wire(4, halves=halves).sites()
+    outcomes = lockstep(ErrorFeedback(codecs.make("fp16")), [np.full(3, 1e5, np.float32)] * 4, sites=sites)
+    assert all(np.isinf(outcome.mean).all() for outcome in outcomes)
+    assert all(not site.cells["residual"].read().any() for site in sites)
+
+
+@pytest.mark.parametrize("tiny", [1e-45, 1e-40, 1e-20, 1e-7])
+@pytest.mark.parametrize("spec", SPECS)
+def test_tiny_numbers_do_not_become_large_and_are_not_lost_for_good(spec, tiny, halves):
+    inputs = [np.full(3, tiny, np.float32)] * 2
+    sites = Wire(2, halves=halves).sites()
+    for step in range(1, 4):
+        (outcome, _) = lockstep(ErrorFeedback(codecs.make(spec)), inputs, sites=sites)
+        assert np.abs(outcome.mean).max() <= 2.0**-22 + 2 * step * tiny
+    total = inputs[0].astype(np.float64) * 3
+    assert np.isfinite(sites[0].cells["residual"].read()).all()
+    assert np.abs(sites[0].cells["residual"].read()).max() <= total.max() + 2.0**-22
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(data=st.data())
+@settings(max_examples=30)
+def test_one_rank_gets_what_it_sent(spec, data):
+    (inputs,) = data.draw(buckets(ranks=(1,)))
+    (outcome,) = lockstep(spec, list(inputs))
+    np.testing.assert_allclose(outcome.mean, sent_of([outcome], inputs)[0], rtol=LAWS[spec].relative, atol=1e-44)
+
+
+@given(data=st.data())
+@settings(max_examples=30)
+def test_one_rank_in_exact_is_itself(data):
+    for dtype in ("float16", "float32", "float64"):
+        (inputs,) = data.draw(buckets(ranks=(1,), dtype=dtype))
+        for adds in (True, False):
+            (outcome,) = lockstep("exact", list(inputs), sites=Wire(1, halves=adds).sites())
+            np.testing.assert_array_equal(outcome.mean, inputs[0])
+            assert outcome.sent is None or outcome.sent.tobytes() == inputs[0].tobytes()
+            assert outcome.mean.tobytes() == inputs[0].tobytes() or not adds  # an average in fp32 turns -0 into 0
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_step_that_is_rolled_back_leaves_no_trace_and_one_that_is_committed_does(spec, halves):
+    sites = Wire(2, halves=halves).sites()
+    codec = ErrorFeedback(codecs.make(spec))
+    generator = np.random.default_rng(0)
+    steps = [[generator.normal(size=7).astype(np.float32) for _ in sites] for _ in range(3)]
+    lockstep(codec, steps[0], sites=sites)
+    kept = [cells(site) for site in sites]
+    lockstep(codec, steps[1], sites=sites, commit=False)
+    assert [cells(site) for site in sites] == kept
+    for site in sites:
+        site.rollback()
+        site.commit()
+    assert [cells(site) for site in sites] == kept
+    lockstep(codec, steps[2], sites=sites)
+    if spec != "exact":
+        assert [cells(site) for site in sites] != kept
+
+
+@pytest.mark.parametrize("count", [10_080, 10_081, 3])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("spec", SPECS)
+def test_bytes_on_the_wire_do_not_grow_with_the_ranks(spec, size, count, halves):
+    wire = Wire(size, halves=halves)
+    lockstep(spec, [np.ones(count, np.float32)] * size, sites=wire.sites())
+    whole = LAWS[spec].wire * (count + size - 1) + 16  # padded to equal rows, and a few numbers on the side
+    assert max(wire.bytes_sent) <= 2 * (size - 1) / size * whole
+    assert len(set(wire.bytes_sent)) == 1
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_nothing_is_kept_for_nobody(spec, halves):
+    """Where nobody reads ``sent``, a codec may leave it out, and the mean is the same."""
+    generator = np.random.default_rng(0)
+    inputs = [generator.normal(size=9).astype(np.float32) for _ in range(3)]
+    kept, spared = Wire(3, halves=halves).sites(), Wire(3, halves=halves).sites()
+    for site in spared:
+        site.keep_sent = False
+    means = [lockstep(spec, inputs, sites=sites)[0].mean for sites in (kept, spared)]
+    assert means[0].tobytes() == means[1].tobytes()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_codec_keeps_nothing_outside_its_site(spec):
+    """The same codec object at two sites: what happens at one does not reach the other."""
+    codec = ErrorFeedback(codecs.make(spec))
+    generator = np.random.default_rng(0)
+    inputs = [generator.normal(size=9).astype(np.float32) for _ in range(2)]
+    fresh = lockstep(codec, inputs, sites=Wire(2).sites())[0].mean
+    other = Wire(2).sites()
+    for _ in range(3):
+        lockstep(codec, [x * 100 for x in inputs], sites=other)
+    assert lockstep(codec, inputs, sites=Wire(2).sites())[0].mean.tobytes() == fresh.tobytes()
+
+
+def test_feedback_gives_the_inner_codec_the_whole_and_delivers_in_the_long_run():
+    """A number far below a half's last place arrives all the same, some steps later."""
+    inputs = [np.array([1.0 + 2**-13], np.float32)] * 2
+    sites = Wire(2).sites()
+    means = [lockstep(ErrorFeedback(codecs.make("fp16")), inputs, sites=sites)[0].mean[0] for _ in range(64)]
+    assert set(means) == {1.0, 1.0 + 2**-10}
+    assert sum(means) == pytest.approx(64 * (1 + 2**-13), abs=2**-9)
+
+
+@pytest.mark.parametrize("spec", [spec for spec, law in LAWS.items() if law.torch])
+@given(data=st.data())
+@settings(max_examples=40)
+def test_torch_agrees_with_numpy(spec, data):
+    torch = pytest.importorskip("torch")
+    from hvdplus_torch._arrays import TorchArrays
+
+    steps = data.draw(buckets(steps=3, ranks=(1, 2, 4)))
+    adds = data.draw(st.booleans())
+    codec = ErrorFeedback(codecs.make(spec))
+    numpy_sites = Wire(steps.shape[1], halves=adds).sites()
+    wire = Wire(steps.shape[1], halves=adds, read=lambda tensor: tensor.numpy(), lend=torch.from_numpy)
+    torch_sites = wire.sites(TorchArrays())
+    for inputs in steps:
+        expected = lockstep(codec, list(inputs), sites=numpy_sites)
+        actual = lockstep(codec, [torch.from_numpy(x.copy()) for x in inputs], sites=torch_sites)
+        for mine, theirs in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(mine.mean.numpy(), theirs.mean)
+    for mine, theirs in zip(torch_sites, numpy_sites, strict=True):
+        np.testing.assert_array_equal(mine.cells["residual"].read().numpy(), theirs.cells["residual"].read())
