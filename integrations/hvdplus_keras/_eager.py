@@ -1,0 +1,83 @@
+"""The exchange of a plan's buckets on the torch backend of Keras: the core's reducer, with its state in variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvdplus.arrays import Cell, NumPyArray
+from hvdplus.codecs import Codec, Site
+from hvdplus.collectives import Collectives
+from hvdplus.plan import Bucket, Plan
+from hvdplus.reducer import Reducer
+from hvdplus.session import Session
+from hvdplus.stats import Stats
+from hvdplus.strategy import Strategy
+from hvdplus_torch._arrays import TorchArrays
+
+
+class _KerasCell(Cell[torch.Tensor]):
+    """A cell in a variable of the optimizer, so that it is saved and loaded with it."""
+
+    def __init__(self, variable: Any) -> None:
+        super().__init__(torch.empty(0))
+        self._variable = variable
+
+    def read(self) -> torch.Tensor:
+        """Return the variable's value."""
+        value: torch.Tensor = self._variable.value.detach()
+        return value
+
+    def commit(self) -> None:
+        """Assign what was written."""
+        if self._staged is not None:
+            self._variable.assign(self._staged)
+        self.rollback()
+
+
+class EagerExchange:
+    """Averages the buckets of a plan over the ranks; arguments as of ``hvdplus_tensorflow._exchange.Exchange``."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        strategy: Strategy,
+        session: Session[torch.Tensor],
+        collectives: Collectives[torch.Tensor],
+        scope: str,
+        stats: Stats,
+        before: Callable[[], float],
+        after: Callable[[NumPyArray], bool],
+        new_variable: Callable[[str, int, str], Any],
+    ) -> None:
+        self._before, self._after = before, after
+        self._tail = plan.buckets[-1].flags_offset
+        cell = lambda name, size, dtype: _KerasCell(new_variable(name, size, dtype))  # noqa: E731
+        arrays = TorchArrays(torch.get_default_device())
+        self._reducer = _Resumed(plan, strategy, collectives, arrays, session.watch, scope, stats, cell)
+        self._reducer.prepare()
+
+    @torch.no_grad()
+    def __call__(self, values: list[torch.Tensor], step: Any) -> tuple[list[torch.Tensor], bool]:
+        """Return the means and what ``after`` returned; ``step`` is the number of exchanges before this one."""
+        factor = self._before()
+        self._reducer.step = int(step)
+        for value in values:
+            self._reducer.start(value if factor == 1.0 else value * factor if factor else torch.zeros_like(value))
+        means = self._reducer.finish()
+        self._reducer.commit()
+        return means, self._after(means[-1][self._tail :].float().cpu().numpy())
+
+
+class _Resumed(Reducer[torch.Tensor]):
+    """Counts steps from where the optimizer's own number of exchanges stands, which is saved with it."""
+
+    step = 0
+
+    def _choose(self, bucket: Bucket, site: Site[torch.Tensor]) -> tuple[Codec, bool]:
+        counted, self.stats.steps = self.stats.steps, self.step
+        chosen = super()._choose(bucket, site)
+        self.stats.steps = counted
+        return chosen

@@ -1,0 +1,347 @@
+"""Wraps a Keras optimizer in place: ``wrap`` for hvdplus' own words, ``DistributedOptimizer`` for Horovod's."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import keras
+
+from hvdplus.collectives import Collectives, LocalCollectives
+from hvdplus.errors import StrategyError
+from hvdplus.session import Session
+from hvdplus.strategy import Strategy
+from hvdplus.world import World
+from hvdplus_keras._backend import backend
+from hvdplus_keras._exchanger import Exchanger
+
+# The name under which wrapped optimizers are saved. Where hvdplus.keras is not imported, Keras cannot find it, and
+# says so with this name.
+_PACKAGE = "import hvdplus.keras first"
+_NAME = "DistributedOptimizer"
+
+# Horovod's numbers for its reductions.
+Average, Sum, Adasum = range(3)
+
+_SCOPES = itertools.count()
+_CLASSES: dict[type, type] = {}
+
+_LossScale = keras.optimizers.LossScaleOptimizer
+
+
+class Attachment:
+    """What a wrapped optimizer has as ``.hvdplus``."""
+
+    def __init__(self, exchanger: Exchanger) -> None:
+        self._exchanger = exchanger
+
+    def __repr__(self) -> str:
+        return f"<hvdplus: {self.strategy} as rank {self.world.rank} of {self.world.size}>"
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self._exchanger.strategy
+
+    @property
+    def world(self) -> World:
+        """This rank's place in the job."""
+        return self._exchanger.session.world
+
+    @property
+    def updated(self) -> bool:
+        """Whether the last ``apply()`` closed a window; inside one, gradients are only added up."""
+        return self._exchanger.updated
+
+    def stats(self) -> dict[str, float | int | None]:
+        """Return totals since wrapping: steps, collectives, bytes, seconds, relative error."""
+        return self._exchanger.stats.to_dict()
+
+    def verify(self) -> None:
+        """Compare all weights across ranks now; all ranks call it together.
+
+        Raises:
+            ExchangeError: they differ.
+        """
+        self._exchanger.verify()
+
+    def broadcast(self, root_rank: int = 0) -> None:
+        """Give every rank the weights and optimizer state of one; all ranks call it together."""
+        self._exchanger.broadcast(root_rank)
+
+    def join(self) -> None:
+        """Say that this rank has no more data; it follows the others' updates until all have said so.
+
+        ``fit`` says it at its end, and the callbacks of ``hvdplus.keras.callbacks`` at the end of an epoch. A loop
+        of your own says it itself, where ranks may have different numbers of batches.
+        """
+        self._exchanger.join()
+
+
+class Distributed:
+    """What a wrapped optimizer's class has before the class it had: it exchanges gradients before they are applied."""
+
+    hvdplus: Attachment
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the optimizer's variables, and those of the exchange."""
+        exchanger = of(self)
+        super().build(variables)  # type: ignore[misc]
+        if not exchanger.adopted:
+            exchanger.adopt(variables)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """Average the gradients over ranks and micro-batches, and update the variables if an update is due."""
+        exchanger = of(self)
+        if exchanger.inside:
+            return super().apply(grads, trainable_variables)  # type: ignore[misc]
+        return exchanger.apply(grads, trainable_variables, self, super().apply)  # type: ignore[misc]
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """End a ``fit``: follow the ranks that still have data, then do what the optimizer does."""
+        exchanger = of(self)
+        if exchanger.update is None:
+            exchanger.update = super().apply  # type: ignore[misc]
+        exchanger.join(var_list)
+        super().finalize_variable_values(var_list)  # type: ignore[misc]
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what ``from_config`` needs: the optimizer as it was, and the strategy."""
+        exchanger = of(self)
+        plain = _CLASSES_BACK[type(self)].from_config(super().get_config())  # type: ignore[misc]
+        return {
+            "optimizer": keras.saving.serialize_keras_object(plain),
+            "strategy": exchanger.strategy.to_dict(),
+            "sum_passes": exchanger.sum_passes,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Make the optimizer that was saved, and wrap it."""
+        optimizer = keras.saving.deserialize_keras_object(config["optimizer"], custom_objects=custom_objects)
+        return _wrap(optimizer, None, Strategy.from_dict(config["strategy"]), sum_passes=config["sum_passes"])
+
+
+_CLASSES_BACK: dict[type, type] = {}
+
+
+def of(optimizer: Any) -> Exchanger:
+    """Return the exchanger of a wrapped optimizer."""
+    return cast(Exchanger, optimizer.hvdplus._exchanger)
+
+
+def find(optimizer: Any) -> Exchanger | None:
+    """Return the exchanger of an optimizer or of one that it scales the loss for; None where nothing is wrapped."""
+    while optimizer is not None:
+        if isinstance(optimizer, Distributed):
+            return of(optimizer)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return None
+
+
+def _class(base: type) -> type:
+    """Return the wrapped form of an optimizer's class, a subclass of it.
+
+    All of them are registered under one name, which stands for any of them: what was wrapped is in the config.
+    """
+    if base not in _CLASSES:
+        made = type(f"Distributed{base.__name__}", (Distributed, base), {"__module__": "hvdplus.keras"})
+        _CLASSES[base] = keras.saving.register_keras_serializable(_PACKAGE, _NAME)(made)
+        _CLASSES_BACK[made] = base
+    return _CLASSES[base]
+
+
+def wrap(
+    optimizer: Any,
+    *,
+    model: Any = None,
+    named_parameters: Any = None,
+    strategy: Strategy | str | None = None,
+    **fields: Any,
+) -> Any:
+    """Make a Keras optimizer exchange with all ranks; see ``hvdplus.wrap``."""
+    if named_parameters is not None:
+        raise StrategyError("named_parameters= is for torch optimizers; Keras variables have names, pass model= here.")
+    return _wrap(optimizer, model, Strategy.of(strategy, **fields))
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name and arguments
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+    *,
+    model: Any = None,
+    strategy: Strategy | str | None = None,
+    **fields: Any,
+) -> Any:
+    """Horovod's ``DistributedOptimizer``, which returns the optimizer it was given.
+
+    Horovod's meaning holds: ``backward_passes_per_step=k`` adds up k passes and averages over ranks, or averages both
+    with ``average_aggregated_gradients=True``, as the strategy's ``accumulate=k`` does. ``device_dense``,
+    ``device_sparse``, ``gradient_predivide_factor``, ``num_groups``, ``groups``, ``sparse_as_dense`` and
+    ``scale_local_gradients`` are accepted: sums cannot overflow where their mean does not, buckets group by
+    themselves, and sparse gradients travel dense.
+
+    Raises:
+        StrategyError: arguments contradict each other or cannot be used; the message names them.
+    """
+    chosen = Strategy.of(strategy, **fields)
+    if compression is not None and (codec := codec_of(compression)) != "exact":
+        chosen = _combine(chosen, "codec", codec, "compression")
+    _check_op(op, gradient_predivide_factor)
+    if op == Sum:
+        chosen = _combine(chosen, "op", "sum", "op")
+    passes = backward_passes_per_step
+    if not isinstance(passes, int) or passes < 1:
+        raise StrategyError(f"backward_passes_per_step={passes!r} must be a whole number above 0.")
+    if passes > 1:
+        chosen = _combine(chosen, "accumulate", passes, "backward_passes_per_step")
+    if isinstance(wanted := num_groups if groups is None else groups, int) and wanted < 0:
+        raise StrategyError(f"num_groups={wanted!r} must be 0 or more; buckets are sized by bucket_bytes.")
+    wrapped = _wrap(optimizer, model, chosen, process_set, passes > 1 and not average_aggregated_gradients)
+    if name is not None:
+        wrapped.name = name
+    return wrapped
+
+
+def codec_of(compression: Any) -> str:
+    """Translate Horovod's ``compression=`` into a codec spec.
+
+    Raises:
+        StrategyError: it is a class of the user's own.
+    """
+    names = {"NoneCompressor": "exact", "FP16Compressor": "fp16"}
+    name = getattr(compression, "__name__", type(compression).__name__).lstrip("_")
+    if name not in names:
+        raise StrategyError(
+            f"compression={name} is not known here; use Compression.none or Compression.fp16, or register a codec "
+            f"(hvdplus.codecs.register) and name it in strategy=."
+        )
+    return names[name]
+
+
+def _combine(strategy: Strategy, field: str, value: Any, argument: str) -> Strategy:
+    given = getattr(strategy, field)
+    if given not in (getattr(Strategy(), field), value):
+        raise StrategyError(
+            f"{argument}= asks for {field}={value!r} and strategy for {field}={given!r}; give one of the two."
+        )
+    return Strategy.of(strategy, **{field: value})
+
+
+def _check_op(op: Any, predivide: float) -> None:
+    if op == Adasum:
+        raise StrategyError(
+            "op=Adasum combines updates, not gradients, and is not offered by this optimizer; use Average or Sum."
+        )
+    if op not in (Average, Sum):
+        raise StrategyError(f"op={op!r} must be Average or Sum.")
+    if predivide != 1.0 and op != Average:
+        raise StrategyError(f"gradient_predivide_factor={predivide!r} needs op=Average; leave it out for op=Sum.")
+
+
+def _wrap(
+    optimizer: Any, model: Any, strategy: Strategy, process_set: Any = None, sum_passes: bool = False
+) -> Any:
+    """Give the optimizer the wrapped form of its class. It stays the object it is, with all its state."""
+    _check_optimizer(optimizer, strategy)
+    _check_model(model)
+    chosen = backend()
+    group = _group(chosen.session(), process_set)
+    exchanger = Exchanger(optimizer, model, strategy, chosen, group, str(next(_SCOPES)), sum_passes)
+    optimizer.hvdplus = Attachment(exchanger)
+    optimizer.__class__ = _class(type(optimizer))
+    if model is not None:
+        _prepare(optimizer, exchanger, model)
+    return optimizer
+
+
+def _prepare(optimizer: Any, exchanger: Exchanger, model: Any) -> None:
+    """Start equal on all ranks before the first forward, and keep the model's steps out of compilers."""
+    if exchanger.collectives.size > 1 or exchanger.window > 1:
+        model.supports_jit = False
+        if model.compiled and model.jit_compile:
+            model.jit_compile = False
+    if not model.built:
+        return  # it will have variables when the optimizer is built
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    elif not exchanger.adopted:
+        exchanger.adopt(model.trainable_variables)
+
+
+def _check_optimizer(optimizer: Any, strategy: Strategy) -> None:
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise StrategyError(
+            f"optimizer={optimizer!r} is a {type(optimizer).__module__}.{type(optimizer).__qualname__}, not a "
+            f"keras.optimizers.Optimizer; pass the optimizer itself."
+        )
+    if find(optimizer) is not None:
+        raise StrategyError(f"this {optimizer.name} is wrapped already; wrap an optimizer once.")
+    inner: Any = optimizer
+    while inner is not None:
+        steps = getattr(inner, "gradient_accumulation_steps", None)
+        if steps and strategy.accumulate > 1:
+            raise StrategyError(
+                f"the optimizer has gradient_accumulation_steps={steps} and the strategy accumulate="
+                f"{strategy.accumulate}, which would multiply; leave one of them out."
+            )
+        inner = getattr(inner, "inner_optimizer", None)
+
+
+def _check_model(model: Any) -> None:
+    if model is not None and not isinstance(model, keras.Model):
+        raise StrategyError(f"model={model!r} is a {type(model).__name__}, not a keras.Model; pass the model or None.")
+
+
+def _group(session: Session[Any], process_set: Any) -> Collectives[Any]:
+    if process_set is None or getattr(process_set, "process_set_id", None) == 0:
+        return session.collectives
+    if session.engine != "horovod":
+        raise StrategyError(f"process_set= needs engine 'horovod', and this job runs on {session.engine!r}.")
+    return backend().group(process_set) if process_set.included() else LocalCollectives()
+
+
+# -- loss scaling around a wrapped optimizer ------------------------------------------------------------------
+
+_loss_scale_apply = _LossScale.apply
+_loss_scale_finalize = _LossScale.finalize_variable_values
+
+
+@functools.wraps(_loss_scale_apply)
+def _apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+    exchanger = find(self.inner_optimizer)
+    if exchanger is None or exchanger.inside:
+        return _loss_scale_apply(self, grads, trainable_variables)
+    return exchanger.apply(grads, trainable_variables, self, partial(_loss_scale_apply, self))
+
+
+@functools.wraps(_loss_scale_finalize)
+def _finalize(self: Any, var_list: Sequence[Any]) -> None:
+    exchanger = find(self.inner_optimizer)
+    if exchanger is not None:
+        exchanger.owner, exchanger.update = self, partial(_loss_scale_apply, self)
+    _loss_scale_finalize(self, var_list)
+
+
+# A loss scaling decides by the gradients whether to skip a step, and it may be around ours: compile() puts one there
+# under mixed_float16. It has to decide by the averaged gradients, alike on all ranks, so what is inside it has to
+# exchange first; and nothing inside it is asked before it decides.
+_LossScale.apply = _apply
+_LossScale.finalize_variable_values = _finalize
+
+_class(keras.optimizers.Optimizer)  # registers the name, so that models can be loaded

@@ -1,0 +1,104 @@
+"""The session of this process in TensorFlow: ``init()``, ``shutdown()`` and the questions about ranks."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from hvdplus import session as core
+from hvdplus.arrays import NumPyArray
+from hvdplus.errors import LaunchError
+from hvdplus_tensorflow._arrays import Tensor
+from hvdplus_tensorflow._engines import HostBridge, horovod, horovod_serves, start_horovod
+
+Session: TypeAlias = core.Session[Tensor]
+
+
+def _lend(array: NumPyArray) -> Tensor:
+    with tf.device("CPU:0"):
+        return tf.convert_to_tensor(array)
+
+
+_TENSORFLOW = core.Framework(
+    name="tensorflow",
+    lend=_lend,
+    read=lambda tensor: tensor.numpy(),
+    host=HostBridge,
+    horovod=start_horovod,
+    horovod_serves=horovod_serves,
+)
+
+_current: Session | None = None
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Join the job: find this rank, choose the engine (``HVDPLUS_ENGINE``), start it, open the line to all ranks.
+
+    A second call does nothing. Arguments are Horovod's (``comm``, ``process_sets``) and need its engine.
+
+    Raises:
+        LaunchError: no engine can serve what the launcher started, or the engine sees another world.
+    """
+    global _current
+    if _current is None:
+        _current = core.start(_TENSORFLOW, *args, **kwargs)
+        if isinstance(_current.collectives, HostBridge):
+            _current.collectives.wait = _current.watch.wait
+
+
+def session() -> Session:
+    """Return the current session.
+
+    Raises:
+        LaunchError: ``init()`` was not called.
+    """
+    if _current is None:
+        raise LaunchError("hvdplus is not initialised; call hvdplus.tensorflow.init() first.")
+    return _current
+
+
+def is_initialized() -> bool:
+    """Return whether ``init()`` was called."""
+    return _current is not None
+
+
+def shutdown() -> None:
+    """Leave the job. ``init()`` may be called again afterwards."""
+    global _current
+    if _current is None:
+        return
+    leaving, _current = _current, None
+    leaving.watch.disconnect()
+    if leaving.engine == "horovod":
+        horovod().shutdown()
+
+
+def rank() -> int:
+    """Return this process's rank, 0 to ``size() - 1``."""
+    return session().world.rank
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return session().world.size
+
+
+def local_rank() -> int:
+    """Return the rank among the ranks on this host."""
+    return session().world.local_rank or 0
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return session().world.local_size or 1
+
+
+def cross_rank() -> int:
+    """Return the number of this host among the hosts that have a rank of this local rank."""
+    return session().cross[0]
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have a rank of this local rank."""
+    return session().cross[1]
