@@ -54,7 +54,7 @@ class Bucket:
     """One contiguous buffer: ``count`` numbers of ``dtype`` in ``place`` that travel in one codec.
 
     Behind the members come ``flags`` more numbers, one for each parameter of the plan (in the last bucket only):
-    1 where this rank used the parameter. Their mean is 0 where no rank did.
+    1 where this rank used the parameter. Their mean is 0 where no rank did. Notes, if asked for, come after them.
     """
 
     index: int
@@ -91,7 +91,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
 
-def plan(parameters: Sequence[Parameter], strategy: Strategy) -> Plan:
+def plan(parameters: Sequence[Parameter], strategy: Strategy, notes: int = 0) -> Plan:
     """Cut parameters into buckets.
 
     Backward fills gradients from the last layer to the first, so parameters are taken in reverse and a bucket is
@@ -101,6 +101,7 @@ def plan(parameters: Sequence[Parameter], strategy: Strategy) -> Plan:
     Args:
         parameters: in the order of registration.
         strategy: gives codec, overrides, ``min_compress`` and ``bucket_bytes``.
+        notes: how many more numbers the caller wants to travel behind the usage flags.
     """
     open_buckets: dict[tuple[str, str, str], list[int]] = {}
     closed: list[tuple[tuple[str, str, str], list[int]]] = []
@@ -116,7 +117,7 @@ def plan(parameters: Sequence[Parameter], strategy: Strategy) -> Plan:
     closed += open_buckets.items()
     closed.sort(key=lambda entry: -entry[1][-1])
     buckets = [_bucket(i, *entry, parameters) for i, entry in enumerate(closed)]
-    return Plan(tuple(parameters), _with_flags(buckets, len(parameters)))
+    return Plan(tuple(parameters), _with_flags(buckets, len(parameters) + notes))
 
 
 def codec_of(parameter: Parameter, strategy: Strategy) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from hvdplus import codecs
-from hvdplus.arrays import Arrays
+from hvdplus.arrays import Arrays, Cell
 from hvdplus.codecs import Codec, ErrorFeedback, Exchange, Outcome, Site
-from hvdplus.collectives import Collectives, Pending, Request, wire_bytes
+from hvdplus.collectives import AllGather, Collectives, Pending, ReduceScatter, Request, wire_bytes
 from hvdplus.plan import Bucket, Plan
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
@@ -19,7 +19,7 @@ from hvdplus.watch import Watch
 
 A = TypeVar("A")
 
-_SAMPLE_EVERY = 100  # exchanges between two measurements of the relative error
+SAMPLE_EVERY = 100  # exchanges between two measurements of the relative error
 
 
 class Window:
@@ -113,12 +113,13 @@ class Reducer(Generic[A]):
         watch: Watch,
         scope: str,
         stats: Stats,
+        new_cell: Callable[[str, int, str], Cell[A]] | None = None,
     ) -> None:
         self.plan, self.scope, self.stats = plan, scope, stats
         self._strategy, self._collectives, self._arrays, self._watch = strategy, collectives, arrays, watch
         self._exact = codecs.make("exact")
         self._codecs = [_with_feedback(codecs.make(b.codec), strategy.feedback) for b in plan.buckets]
-        self._sites = [Site(b.label, arrays, collectives) for b in plan.buckets]
+        self._sites = [Site(b.label, arrays, collectives, new_cell=new_cell) for b in plan.buckets]
         self._flights: list[_Flight[A]] = []
 
     @property
@@ -129,11 +130,8 @@ class Reducer(Generic[A]):
     def start(self, value: A) -> None:
         """Send the next bucket of the plan; ``value`` (shape ``(bucket.count,)``) is given up until ``finish``."""
         bucket = self.plan.buckets[len(self._flights)]
-        site, codec = self._sites[bucket.index], self._codecs[bucket.index]
-        site.step = self.stats.steps
-        if site.step < self._strategy.warmup_steps:
-            codec = self._exact
-        sample = codec is not self._exact and bucket.codec != "exact" and site.step % _SAMPLE_EVERY == 0
+        site = self._sites[bucket.index]
+        codec, sample = self._choose(bucket, site)
         site.keep_sent = sample or isinstance(codec, ErrorFeedback)
         begin = time.perf_counter()
         given = self._arrays.copy(value) if sample else None
@@ -144,12 +142,30 @@ class Reducer(Generic[A]):
         self._advance(flight, None)
         self.stats.seconds_encode += time.perf_counter() - begin
 
+    def _choose(self, bucket: Bucket, site: Site[A]) -> tuple[Codec, bool]:
+        """Return the codec in which a bucket travels this time, and whether to measure what it loses."""
+        site.step = self.stats.steps
+        if site.step < self._strategy.warmup_steps:
+            return self._exact, False
+        return self._codecs[bucket.index], bucket.codec != "exact" and site.step % SAMPLE_EVERY == 0
+
     def finish(self) -> list[A]:
         """Wait for all buckets, round by round and each round in plan order; return their means.
 
         Raises:
             ExchangeError: another rank failed, left or did not come in time.
         """
+        outcomes = self._drain()
+        self._sample_error()
+        self._flights = []
+        self.stats.steps += 1
+        self._watch.at(self.stats.steps, "outside an exchange")
+        if self._keeps_state() and not all(self._arrays.all_finite(outcome.mean) for outcome in outcomes):
+            self.rollback()  # the update will be skipped: nothing was delivered
+        return self._delivered(outcomes)
+
+    def _drain(self) -> list[Outcome[A]]:
+        """Advance all flights, round by round and each round in plan order, until every one has its outcome."""
         while waiting := [flight for flight in self._flights if flight.outcome is None]:
             for flight in waiting:
                 self._watch.at(self.stats.steps, flight.bucket.label)
@@ -159,15 +175,26 @@ class Reducer(Generic[A]):
                 self._advance(flight, answers[0] if flight.single else answers)
                 self.stats.seconds_wait += middle - begin
                 self.stats.seconds_encode += time.perf_counter() - middle
-        outcomes = [flight.outcome for flight in self._flights if flight.outcome is not None]
-        self._sample_error()
-        self._flights = []
-        self.stats.steps += 1
-        self._watch.at(self.stats.steps, "outside an exchange")
-        if self._keeps_state() and not all(self._arrays.all_finite(outcome.mean) for outcome in outcomes):
-            self.rollback()  # the update will be skipped: nothing was delivered
+        return [flight.outcome for flight in self._flights if flight.outcome is not None]
+
+    def _delivered(self, outcomes: list[Outcome[A]]) -> list[A]:
         factor = float(self._collectives.size) if self._strategy.op == "sum" else 1.0
         return [o.mean if factor == 1.0 else self._arrays.scaled(o.mean, factor) for o in outcomes]
+
+    def prepare(self) -> None:
+        """Make all state cells now, in an exchange of zeros that no other rank sees, for who must know them early."""
+        for bucket, site, codec in zip(self.plan.buckets, self._sites, self._codecs, strict=True):
+            run_alone(codec.exchange(self._arrays.zeros(bucket.count, bucket.dtype), site), self._answered_alone)
+        self.rollback()
+
+    def _answered_alone(self, request: Request[A]) -> A:
+        """Answer with something of the right shape."""
+        arrays, size = self._arrays, self._collectives.size
+        if not isinstance(request, AllGather | ReduceScatter):
+            return request.value
+        if isinstance(request, ReduceScatter):
+            return arrays.zeros(arrays.count(request.value) // size, arrays.dtype(request.value))
+        return arrays.rows(arrays.zeros(arrays.count(request.value) * size, arrays.dtype(request.value)), size)
 
     def commit(self) -> None:
         """Keep what the last exchange left in the codecs' state."""

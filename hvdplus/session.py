@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdplus import engines, mpi
 from hvdplus.arrays import NumPyArray
-from hvdplus.collectives import AllGather, Collectives, LocalCollectives
+from hvdplus.collectives import AllGather, Broadcast, Collectives, LocalCollectives
 from hvdplus.errors import LaunchError
 from hvdplus.watch import Watch
 from hvdplus.world import World, discover
@@ -62,6 +62,16 @@ class Session(Generic[A]):
         padded[: len(payload)] = np.frombuffer(payload, np.uint8)
         rows = self._all(padded, name, among)
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+    def broadcast(self, value: NumPyArray, root: int, among: Collectives[A] | None = None) -> NumPyArray:
+        """Return ``root``'s ``value``, of any dtype and of the same shape on all ranks; all ranks call this together."""
+        group = among or self.collectives
+        if group.size == 1 or value.size == 0:
+            return value
+        raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8).copy()
+        pending = group.start(Broadcast(self.framework.lend(raw), root), f"hvdplus.copy.{next(self._calls)}")
+        answer = self.framework.read(self.watch.wait(pending))
+        return np.ascontiguousarray(answer).view(value.dtype).reshape(value.shape)
 
     def _all(self, value: NumPyArray, name: str, among: Collectives[A]) -> NumPyArray:
         pending = among.start(AllGather(self.framework.lend(value)), name)

@@ -22,6 +22,13 @@ class Stats:
     seconds_wait: float = 0.0
     relative_error: float | None = None
 
+    def add(self, cost: Stats) -> None:
+        """Count one more exchange that costs the same messages as ``cost``."""
+        self.steps += 1
+        self.collectives += cost.collectives
+        self.bytes_dense += cost.bytes_dense
+        self.bytes_sent += cost.bytes_sent
+
     def to_dict(self) -> dict[str, float | int | None]:
         """Return the fields by name."""
         return asdict(self)

@@ -9,7 +9,7 @@ from typing import Any
 from hvdplus.errors import StrategyError
 from hvdplus.strategy import Strategy
 
-_ADAPTERS = {"torch.optim": "hvdplus_torch"}
+_ADAPTERS = {"torch.optim": "hvdplus_torch", "keras": "hvdplus_keras"}
 
 
 def wrap(
@@ -26,7 +26,7 @@ def wrap(
     called if nobody did.
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``.
+        optimizer: a ``torch.optim.Optimizer`` or a ``keras.optimizers.Optimizer``.
         model: the model it trains; its parameters, buffers and the optimizer's state are copied from rank 0 now.
         named_parameters: (name, parameter) pairs instead; copied from rank 0 at the first step, if they differ.
         strategy: a ``Strategy``, a codec spec or ``"codec,field=value,..."``; ``None`` is ``HVDPLUS_STRATEGY``.
@@ -47,5 +47,5 @@ def _adapter(optimizer: Any) -> str:
                 return adapter
     raise StrategyError(
         f"optimizer={optimizer!r} is a {type(optimizer).__module__}.{type(optimizer).__qualname__}, not an optimizer "
-        f"of a known framework; pass a torch.optim.Optimizer."
+        f"of a known framework; pass a torch.optim.Optimizer or a keras.optimizers.Optimizer."
     )

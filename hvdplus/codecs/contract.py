@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -29,7 +29,8 @@ class Site(Generic[A]):
     """The place where a codec works: one bucket of one plan on one rank.
 
     It holds the array operations, the rank and number of ranks, the step (number of exchanges so far), whether
-    somebody will read ``Outcome.sent``, and the state cells that outlive a step.
+    somebody will read ``Outcome.sent``, and the state cells that outlive a step. ``new_cell`` (name, size, dtype)
+    makes a cell where plain arrays will not do, because the framework saves its variables or traces its steps.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Site(Generic[A]):
     step: int = 0
     keep_sent: bool = True
     cells: dict[str, Cell[A]] = field(default_factory=dict)
+    new_cell: Callable[[str, int, str], Cell[A]] | None = None
 
     @property
     def rank(self) -> int:
@@ -51,7 +53,9 @@ class Site(Generic[A]):
 
     def cell(self, key: str, size: int, dtype: str = "float32") -> Cell[A]:
         """Return the state cell ``key``, made with ``size`` zeros of ``dtype`` at first use."""
-        if key not in self.cells:
+        if key not in self.cells and self.new_cell is not None:
+            self.cells[key] = self.new_cell(f"{self.name} {key}", size, dtype)
+        elif key not in self.cells:
             self.cells[key] = Cell(self.arrays.zeros(size, dtype))
         return self.cells[key]
 
