@@ -33,6 +33,7 @@ from hvdplus.errors import ExchangeError, StrategyError
 log = logging.getLogger("hvdplus")
 
 _ANSWER_SECONDS = 2.0  # how long a rank has to say where it is
+_DIED = "died: its connection closed without a word (killed, or crashed)"
 _SPEAK_SECONDS = 1.0  # how long the others have to repeat a failure before the failing rank has the last word
 _LEFT_SECONDS = 3.0  # how long an exchange may go on after one of its ranks has left
 
@@ -71,6 +72,7 @@ class Watch:
         self.raised = False  # this rank ends with an error: its engine cannot be shut down in peace
         self.echo: ExchangeError | None = None  # the error that tells of somebody else's failure
         self._statuses: dict[int, dict[str, Any]] = {}
+        self._hosts: list[str] = []
         self._line: _Line | None = None
         self._hub: _Hub | None = None
         self._closed = threading.Event()
@@ -118,9 +120,10 @@ class Watch:
     def _translated(self, error: Exception) -> Exception:
         """Turn an engine's own complaint into ours, once the cause has had time to arrive."""
         end = time.monotonic() + _ANSWER_SECONDS
-        while self.failure is None and time.monotonic() < end and self._line is not None:
+        while self.failure is None and not self.left and time.monotonic() < end and self._line is not None:
             time.sleep(0.01)
-        return self._error(self.failure or f"the engine gave up: {error}", like=error)
+        left = self._who_left() if self.left else f"the engine gave up: {error}"
+        return self._error(self.failure or left, like=error)
 
     def _error(self, reason: str, like: Exception | None = None) -> ExchangeError:
         self.raised = True
@@ -137,11 +140,15 @@ class Watch:
         return f"step {self.position.step}, {self.position.what}"
 
     def _who_left(self) -> str:
-        ranks = ", ".join(str(rank) for rank in sorted(self.left))
+        ranks = ", ".join(self._name(rank) for rank in sorted(self.left))
         return (
-            f"rank {ranks} has ended its program and will not come; give every rank the same number of batches, or "
-            f"end them together (Horovod's join())"
+            f"{ranks} has ended its program and will not come; give every rank the same number of batches, or end them "
+            f"together (Horovod's join())"
         )
+
+    def _name(self, rank: int) -> str:
+        host = self._hosts[rank] if rank < len(self._hosts) else "host unknown"
+        return f"rank {rank} ({host})"
 
     def explain(self) -> str:
         """Ask every rank where it is and return a sentence about those that are elsewhere."""
@@ -157,14 +164,14 @@ class Watch:
 
     def _describe(self, rank: int) -> str:
         if rank in self.left:
-            return f"rank {rank} has ended its program"
+            return f"{self._name(rank)} has ended its program"
         status = self._statuses.get(rank)
         if status is None:
-            return f"rank {rank} does not answer (stopped, or cut off)"
+            return f"{self._name(rank)} does not answer (stopped, or cut off)"
         if (status["step"], status["what"]) == (self.position.step, self.position.what):
             return ""
         return (
-            f"rank {rank} ({status['host']}) has not arrived: it is at step {status['step']}, {status['what']} "
+            f"{self._name(rank)} has not arrived: it is at step {status['step']}, {status['what']} "
             f"since {status['seconds']:.0f} s, in {status['line']}"
         )
 
@@ -182,7 +189,9 @@ class Watch:
         offer = json.dumps(self._hub.offer if self._hub else {}).encode()
         found = json.loads(gather(offer)[0])
         self._line = _Line.open(found, self.rank)
-        if not all(answer == b"1" for answer in gather(b"1" if self._line else b"0")):
+        answers = [json.loads(answer) for answer in gather(json.dumps([self.host, bool(self._line)]).encode())]
+        self._hosts = [host for host, _ in answers]
+        if not all(connected for _, connected in answers):
             self._line = None
             log.warning(
                 "rank %d: no line to rank 0 on port %s; a failing rank is noticed late", self.rank, found["port"]
@@ -198,7 +207,7 @@ class Watch:
             message = line.receive()
             if message is None:
                 if not self._closed.is_set() and self.failure is None and self.rank != 0 and 0 not in self.left:
-                    self.failure = "rank 0 died: its connection closed without a word"
+                    self.failure = f"{self._name(0)} {_DIED}"
                 return
             self._heard(message, line)
 
@@ -211,12 +220,13 @@ class Watch:
             self.left[message["left"]] = time.monotonic()
         elif "failed" in message and message["rank"] != self.rank and self.failure is None:
             self.failure = message["failed"]
+        elif "died" in message and self.failure is None:
+            self.failure = f"{self._name(message['died'])} {_DIED}"
 
     def _status(self) -> dict[str, Any]:
         here = self.position
         return {
             "rank": self.rank,
-            "host": self.host,
             "step": here.step,
             "what": here.what,
             "seconds": time.monotonic() - here.since,
@@ -407,8 +417,7 @@ class _Hub:
         del self._peers[rank]
         if rank not in self._gone and self._open:
             self._gone.add(rank)
-            died = f"rank {rank} died: its connection closed without a word (killed, or crashed)"
-            self._tell_all({"failed": died, "rank": rank}, but=rank)
+            self._tell_all({"died": rank}, but=rank)
 
     def close(self, grace: float) -> None:
         """Stop, after ``grace`` seconds in which messages still pass."""
