@@ -28,7 +28,8 @@ class Framework(Generic[A]):
     """What the core must know of a framework to start a job in it.
 
     ``lend`` and ``read`` turn a NumPy array into the framework's and back; ``host`` makes a host engine's collectives
-    serve its arrays; ``horovod`` starts Horovod with ``init``'s arguments and returns its collectives.
+    serve its arrays; ``horovod`` starts Horovod with ``init``'s arguments and returns its collectives. ``late`` says
+    that the framework must not be used in ``init``, because a program chooses its devices by local rank after it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Framework(Generic[A]):
     host: Callable[[Collectives[NumPyArray]], Collectives[A]]
     horovod: Callable[..., Collectives[A]]
     horovod_serves: Callable[[World], bool]
+    late: bool = False
 
 
 @dataclass
@@ -50,9 +52,18 @@ class Session(Generic[A]):
     watch: Watch
     cross: tuple[int, int] = (0, 1)
     _calls: itertools.count[int] = field(default_factory=itertools.count)
+    _met: bool = False
+
+    def meet(self) -> None:
+        """Open the line between the ranks and find the neighbours, once; all ranks call this together."""
+        if not self._met:
+            self._met = True
+            self.watch.connect(self.gather)
+            _find_neighbours(self)
 
     def gather(self, payload: bytes, collectives: Collectives[A] | None = None) -> list[bytes]:
         """Return every rank's ``payload``, in rank order; all ranks call this together."""
+        self.meet()
         among = collectives or self.collectives
         if among.size == 1:
             return [payload]
@@ -65,6 +76,7 @@ class Session(Generic[A]):
 
     def broadcast(self, value: NumPyArray, root: int, among: Collectives[A] | None = None) -> NumPyArray:
         """Return ``root``'s ``value``, of any dtype and of the same shape on all ranks; all ranks call this together."""
+        self.meet()
         group = among or self.collectives
         if group.size == 1 or value.size == 0:
             return value
@@ -98,8 +110,8 @@ def start(framework: Framework[A], *args: Any, **kwargs: Any) -> Session[A]:
         engines.check(world, engine, collectives.rank, collectives.size)
     world = replace(world, rank=collectives.rank, size=collectives.size)
     session = Session(framework, world, engine, collectives, Watch(world.rank, world.size))
-    session.watch.connect(session.gather)
-    _find_neighbours(session)
+    if not framework.late:
+        session.meet()
     return session
 
 

@@ -1,3 +1,41 @@
-"""hvdplus for Keras 3."""
-from hvdplus_keras._optimizer import DistributedOptimizer, wrap
-__all__ = ["DistributedOptimizer", "wrap"]
+"""hvdplus for Keras 3, on its TensorFlow and torch backends: Horovod's names, with an optimizer that really exchanges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdplus_keras import callbacks
+from hvdplus_keras._backend import adapter
+from hvdplus_keras._io import load_model
+from hvdplus_keras._ops import allgather, allreduce, broadcast, broadcast_variables, init, reducescatter
+from hvdplus_keras._optimizer import Adasum, Average, DistributedOptimizer, Sum, wrap
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "DistributedOptimizer",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_variables",
+    "callbacks",
+    "init",
+    "load_model",
+    "reducescatter",
+    "wrap",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Everything else (``rank``, ``size``, ``Compression``, ``ProcessSet``, ...) is the backend's own adapter's."""
+    if name.startswith("__"):
+        raise AttributeError(f"module 'hvdplus.keras' has no attribute {name!r}")
+    if name == "elastic":
+        import horovod.tensorflow.keras
+
+        return horovod.tensorflow.keras.elastic
+    try:
+        return getattr(adapter(), name)
+    except AttributeError:
+        raise AttributeError(f"module 'hvdplus.keras' has no attribute {name!r}") from None

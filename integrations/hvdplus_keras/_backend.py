@@ -68,6 +68,7 @@ class _TensorFlow:
         from hvdplus_tensorflow import _session
 
         _session.init()
+        _session.session().meet()
         return _session.session()
 
     def group(self, process_set: Any) -> Collectives[Any]:
@@ -92,9 +93,7 @@ class _TensorFlow:
         def new_cell(name: str, size: int, dtype: str) -> Cell[Any]:
             return VariableCell(new_variable(name, size, dtype))
 
-        return TracedExchange(
-            plan, strategy, self.session(), collectives, scope, stats, before, after, new_cell
-        )
+        return TracedExchange(plan, strategy, self.session(), collectives, scope, stats, before, after, new_cell)
 
     def dense(self, gradient: Any) -> Any:
         import tensorflow as tf

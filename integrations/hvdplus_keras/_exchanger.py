@@ -20,6 +20,7 @@ from hvdplus.arrays import NumPyArray
 from hvdplus.collectives import Collectives
 from hvdplus.errors import StrategyError
 from hvdplus.plan import Member, Parameter, Plan, plan
+from hvdplus.session import Session
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus_keras._backend import Backend, Exchange
@@ -76,7 +77,8 @@ class Exchanger:
         self._exchange: Exchange | None = None
         self._checked = False
         self._root_only = False
-        self._weight = 1.0
+        self._weight = 1.0  # the last exchange's
+        self._followed = False  # since the last join, an update was made without some ranks' data
 
     # -- variables --------------------------------------------------------------------------------------------
 
@@ -96,7 +98,9 @@ class Exchanger:
         for index, variable in enumerate(self._variables):
             self._index[id(variable)] = index
             self._index.setdefault(id(getattr(variable, "value", variable)), index)
-        strategy = self.strategy if self.collectives.size > 1 else Strategy.of(self.strategy, codec="exact", overrides={})
+        strategy = (
+            self.strategy if self.collectives.size > 1 else Strategy.of(self.strategy, codec="exact", overrides={})
+        )
         self._plan = plan([_parameter(v) for v in self._variables], strategy, notes=1)
         if not self._plan.buckets:
             return
@@ -253,9 +257,7 @@ class Exchanger:
             for m in bucket.members:
                 shape = tuple(self._variables[m.index].shape)
                 pieces[m.index] = ops.reshape(mean[m.offset : m.offset + m.count], shape)
-        return [
-            self._piece(pieces, index) if use else None for index, use in zip(wanted, used, strict=True)
-        ]
+        return [self._piece(pieces, index) if use else None for index, use in zip(wanted, used, strict=True)]
 
     def _piece(self, pieces: dict[int, Any], index: int) -> Any:
         """Return one mean; an empty variable has nothing to exchange."""
@@ -299,6 +301,7 @@ class Exchanger:
             return False
         self.updated = True
         self.updates += 1
+        self._followed |= self._weight < 1
         return self._root_only or self.updates == 1 or bool(self.check_every and self.updates % self.check_every == 0)
 
     def _held(self) -> bool:
@@ -339,7 +342,7 @@ class Exchanger:
     def _agree(self) -> None:
         """Compare plan and strategy. The numbers in Keras' automatic names depend on what was built before."""
         alike = [replace(p, name=re.sub(r"_\d+(?=/|$)", "", p.name)) for p in self._plan.parameters]
-        kind = type(self.optimizer).__name__
+        kind = type(self.optimizer).__bases__[-1].__name__
         owner = f"{kind}, wrapped as number {self.scope}"
         items = describe(replace(self._plan, parameters=tuple(alike)), self.strategy, owner, self._sums)
         self.session.watch.at(self.stats.steps, f"the agreement of optimizer {self.scope}")
@@ -382,7 +385,7 @@ class Exchanger:
             self._checked = True
             self._agree()
         whole = {id(v): v for v in [*(self.model.variables if self.model is not None else []), *self._watched()]}
-        copy(list(whole.values()), self, root)
+        copy_from(self.session, list(whole.values()), root, self.collectives)
 
     # -- the end of the data ----------------------------------------------------------------------------------
 
@@ -397,10 +400,10 @@ class Exchanger:
         self._known(variables)
         if self._exchange is None:
             return
-        moved = False
         while self._follow():
-            moved = True
-        if self._close_windows() or moved:
+            pass
+        if self._close_windows() or self._followed:
+            self._followed = False
             self._level()
 
     def _follow(self) -> bool:
@@ -433,14 +436,15 @@ class Exchanger:
         """Make the last bits equal too: some ranks computed these updates in a graph, others did not."""
         mine = _checksum([ops.convert_to_numpy(variable) for variable in self._watched()])
         if len(set(self._gather(str(mine).encode()))) > 1:
-            copy(self._watched(), self)
+            copy_from(self.session, self._watched(), 0, self.collectives)
 
 
-def copy(variables: Sequence[Any], exchanger: Exchanger, root: int = 0) -> None:
+def copy_from(
+    session: Session[Any], variables: Sequence[Any], root: int = 0, among: Collectives[Any] | None = None
+) -> None:
     """Give every rank ``root``'s values of these variables."""
     for variable in variables:
-        value = exchanger.session.broadcast(ops.convert_to_numpy(variable), root, exchanger.collectives)
-        variable.assign(value)
+        variable.assign(session.broadcast(ops.convert_to_numpy(variable), root, among))
 
 
 def _name(variable: Any) -> str:

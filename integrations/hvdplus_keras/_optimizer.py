@@ -254,9 +254,7 @@ def _check_op(op: Any, predivide: float) -> None:
         raise StrategyError(f"gradient_predivide_factor={predivide!r} needs op=Average; leave it out for op=Sum.")
 
 
-def _wrap(
-    optimizer: Any, model: Any, strategy: Strategy, process_set: Any = None, sum_passes: bool = False
-) -> Any:
+def _wrap(optimizer: Any, model: Any, strategy: Strategy, process_set: Any = None, sum_passes: bool = False) -> Any:
     """Give the optimizer the wrapped form of its class. It stays the object it is, with all its state."""
     _check_optimizer(optimizer, strategy)
     _check_model(model)

@@ -146,9 +146,7 @@ class Exchange:
         values = [tf.ensure_shape(v, [b.count]) for v, b in zip(values, self._plan.buckets, strict=True)]
         forms = self._forms()
         branches = {form: partial(self._form, form, values, step) for form in forms}
-        *means, error = (
-            branches[forms[0]]() if len(forms) == 1 else tf.switch_case(form, branches)
-        )
+        *means, error = branches[forms[0]]() if len(forms) == 1 else tf.switch_case(form, branches)
         means = [tf.ensure_shape(m, [b.count]) for m, b in zip(means, self._plan.buckets, strict=True)]
         tail = tf.cast(means[-1][self._plan.buckets[-1].flags_offset :], tf.float32)
         return means, tf.ensure_shape(tf.numpy_function(self._leave, [form, error, tail], tf.bool), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -27,15 +28,16 @@ _TENSORFLOW = core.Framework(
     host=HostBridge,
     horovod=start_horovod,
     horovod_serves=horovod_serves,
+    late=True,
 )
 
 _current: Session | None = None
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Join the job: find this rank, choose the engine (``HVDPLUS_ENGINE``), start it, open the line to all ranks.
+    """Join the job: find this rank, choose the engine (``HVDPLUS_ENGINE``), start it.
 
-    A second call does nothing. Arguments are Horovod's (``comm``, ``process_sets``) and need its engine.
+    No TensorFlow op runs here, so devices may still be chosen by ``local_rank()``. A second call does nothing. Arguments are Horovod's (``comm``, ``process_sets``) and need its engine.
 
     Raises:
         LaunchError: no engine can serve what the launcher started, or the engine sees another world.
@@ -85,20 +87,29 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank among the ranks on this host."""
-    return session().world.local_rank or 0
+    """Return the rank among the ranks on this host, before TensorFlow has looked at any device."""
+    return int(_of_host("local_rank", lambda current: current.world.local_rank))
 
 
 def local_size() -> int:
     """Return the number of ranks on this host."""
-    return session().world.local_size or 1
+    return int(_of_host("local_size", lambda current: current.world.local_size))
 
 
 def cross_rank() -> int:
     """Return the number of this host among the hosts that have a rank of this local rank."""
-    return session().cross[0]
+    return int(_of_host("cross_rank", lambda current: current.cross[0]))
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a rank of this local rank."""
-    return session().cross[1]
+    return int(_of_host("cross_size", lambda current: current.cross[1]))
+
+
+def _of_host(question: str, answer: Callable[[Session], int | None]) -> int:
+    """Ask Horovod where it is the engine: our own answer needs TensorFlow's devices, which a program chooses by it."""
+    current = session()
+    if current.engine == "horovod":
+        return int(getattr(horovod(), question)())
+    current.meet()
+    return answer(current) or 0
