@@ -1,8 +1,8 @@
 """Train a small convolutional network on 5,000 real handwritten digits, on one rank or many.
 
-    python examples/torch_mnist.py
-    mpirun -np 2 python examples/torch_mnist.py --strategy fp16
-    horovodrun -np 2 python examples/torch_mnist.py --strategy bf16,accumulate=2 --epochs 8
+python examples/torch_mnist.py
+mpirun -np 2 python examples/torch_mnist.py --strategy fp16
+horovodrun -np 2 python examples/torch_mnist.py --strategy bf16,accumulate=2 --epochs 8
 """
 
 import argparse
@@ -25,7 +25,9 @@ TEST = 1000  # of the 5,000 digits, held out
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="exact", help="how gradients travel: 'codec,field=value,...' (%(default)s)")
+    parser.add_argument(
+        "--strategy", default="exact", help="how gradients travel: 'codec,field=value,...' (%(default)s)"
+    )
     parser.add_argument("--epochs", type=int, default=8, help="passes over the training digits (%(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images in all ranks' batches together (%(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate (%(default)s)")
@@ -90,7 +92,9 @@ def main() -> None:
         print(f"ranks          {hvd.size()}, strategy {args.strategy}")
         print(f"test accuracy  {accuracy:.2%}")
         print(f"images/s       {args.epochs * batches * each * hvd.size() / seconds:,.0f}")
-        print(f"bytes sent     {stats['bytes_sent']:,} a rank in {stats['steps']} exchanges ({stats['bytes_dense']:,} dense)")
+        print(
+            f"bytes sent     {stats['bytes_sent']:,} a rank in {stats['steps']} exchanges ({stats['bytes_dense']:,} dense)"
+        )
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class Exchanger:
         self._names = names
         self._params: list[torch.nn.Parameter] = []
         self._handles: list[Any] = []
+        self._alone = collectives.size == 1 and strategy.accumulate == 1  # the plain optimizer: no hook, no copy
         self._early = strategy.accumulate > 1
         self._agreed = True
         self._factor = 1.0
@@ -100,6 +101,8 @@ class Exchanger:
 
     def adopt(self) -> None:
         """Hook every parameter of the optimizer that has no hook of ours yet."""
+        if self._alone:
+            return
         for g, group in enumerate(self.optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if not any(p is known for known in self._params):
@@ -114,12 +117,16 @@ class Exchanger:
         self.window.resize(length)
         self._agreed = False
         if length > 1 and not self._early:
-            self._early = True
+            self._alone, self._early = False, True
             self._handles[1::2] = [
                 p.register_hook(partial(_arriving, weakref.ref(self), i)) for i, p in enumerate(self._params)
             ]
+            self.adopt()
 
     def _hook(self, p: torch.nn.Parameter, index: int) -> None:
+        if not (p.is_floating_point() or p.is_complex()):
+            self._handles += [None, None]  # an integer has no gradient
+            return
         owner = _OWNERS.get(p)
         if owner is not None and owner() is not None:
             owner().release(p)
@@ -140,7 +147,6 @@ class Exchanger:
 
     # -- backward ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def arrived(self, index: int, p: torch.nn.Parameter) -> None:
         """Take in one parameter's gradient, which autograd has just finished; send its bucket if that is full."""
         if self._paused:
@@ -155,12 +161,12 @@ class Exchanger:
         else:
             p.grad = None
 
-    @torch.no_grad()
     def arriving(self, index: int) -> None:
         """Open a micro-batch at the first sign of a backward pass."""
         if not self._paused and self._callback() is None:
             self._begin(index)
 
+    @torch.no_grad()
     def _begin(self, index: int) -> None:
         """A backward pass shows itself by its first hook; its end is asked of the autograd engine."""
         end = _End(self)
@@ -333,6 +339,10 @@ class Exchanger:
         self._agree(layout)
         return _Built(layout, reducer)
 
+    def named(self) -> dict[torch.nn.Parameter, str]:
+        """Return the parameters and their names."""
+        return dict(zip(self._params, self._ordered_names(), strict=True))
+
     def _ordered_names(self) -> list[str]:
         return [self._names[id(p)] for p in self._params]
 
@@ -397,6 +407,10 @@ class Exchanger:
 
     def step(self, base: Callable[[], Any]) -> Any:
         """Update if an update is due, else hold it back; return what ``base`` returned."""
+        if self._alone:
+            self.updated = True
+            self.stats.steps += 1
+            return base()
         if self._repeats():
             return base()
         if self.window.since_step == 0 and not self.window.full:
@@ -456,7 +470,7 @@ class Exchanger:
         Afterwards ``p.grad`` holds that mean and a ``step()`` is due. Returns False, and does nothing, where no rank
         has a micro-batch.
         """
-        if self.window.full:
+        if self.ready:
             return True
         self._choose_layout()
         total = sum(int(count) for count in self._gather(str(self.window.count).encode()))
@@ -487,6 +501,11 @@ class Exchanger:
         pending = self.collectives.start(request, f"hvdplus.{self.scope}.mean")
         answer = float(self.session.watch.wait(pending)[0])
         return plain.new_tensor(answer) if isinstance(plain, torch.Tensor) else answer
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next ``step()`` updates."""
+        return self._alone or self.window.full
 
     # -- loss scaling -----------------------------------------------------------------------------------------
 
@@ -527,7 +546,12 @@ class _End:
 
 def _arrived(exchanger: weakref.ref[Exchanger], index: int, p: torch.nn.Parameter) -> None:
     alive = exchanger()
-    if alive is not None:
+    if alive is None:
+        return
+    if torch.is_grad_enabled():  # backward(create_graph=True); entering no_grad each time would cost a microsecond
+        with torch.no_grad():
+            alive.arrived(index, p)
+    else:
         alive.arrived(index, p)
 
 
@@ -539,7 +563,7 @@ def _arriving(exchanger: weakref.ref[Exchanger], index: int, grad: torch.Tensor)
 
 def _nothing(p: torch.nn.Parameter) -> torch.nn.Parameter:
     """Stand in for a frozen parameter: nothing to exchange."""
-    return torch.nn.Parameter(p.detach().new_empty(0), requires_grad=False)
+    return torch.nn.Parameter(p.detach().new_empty(0, dtype=torch.float32), requires_grad=False)
 
 
 def _check_every() -> int:

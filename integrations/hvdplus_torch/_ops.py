@@ -38,8 +38,12 @@ def _with_dense_gradient(answer: Any) -> Any:
     """Make the gradient of Horovod's answer contiguous: it refuses the expanded one that ``answer.sum()`` has."""
     for tensor in answer if isinstance(answer, list | tuple) else [answer]:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(torch.Tensor.contiguous)
+            tensor.register_hook(_contiguous)
     return answer
+
+
+def _contiguous(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return grad if grad is None else grad.contiguous()
 
 
 def _wait(request: Request[torch.Tensor], name: str | None) -> torch.Tensor:

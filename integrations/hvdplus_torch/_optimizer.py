@@ -56,11 +56,15 @@ class Attachment:
     @property
     def ready(self) -> bool:
         """Whether the window is full: gradients are averaged and the next ``step()`` will update."""
-        return self._exchanger.window.full
+        return self._exchanger.ready
 
     def stats(self) -> dict[str, float | int | None]:
         """Return totals since wrapping: steps, collectives, bytes, seconds, relative error."""
         return self._exchanger.stats.to_dict()
+
+    def parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """Return every parameter's name, the same on all ranks."""
+        return self._exchanger.named()
 
     def flush(self) -> bool:
         """Close a partial window, as at the end of the data: average what is there, so that ``step()`` updates.
@@ -148,6 +152,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and arguments
     _check_groups(num_groups, groups)
     wrapped = _wrap(optimizer, model, named_parameters, chosen, process_set, sum_passes=backward_passes_per_step > 1)
     wrapped.set_backward_passes_per_step = wrapped.hvdplus.set_accumulation  # type: ignore[attr-defined]
+    wrapped._parameter_names = wrapped.hvdplus.parameter_names()  # type: ignore[attr-defined]  # as scripts read it
     return wrapped
 
 

@@ -33,7 +33,9 @@ def batch(step, rows):
 
 
 def difference(a, b):
-    return max((x.double() - y.double()).abs().max().item() for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    return max(
+        (x.double() - y.double()).abs().max().item() for x, y in zip(a.parameters(), b.parameters(), strict=True)
+    )
 
 
 def assert_equal_everywhere(module):
@@ -533,9 +535,9 @@ def scenario_disagreements_are_named_on_every_rank():
 
     last = SIZE - 1
     found = [
-        disagreement(lambda: wrapped(width=24 if RANK != last else 25)),
-        disagreement(lambda: wrapped(strategy="exact" if RANK != last else "fp16")),
-        disagreement(lambda: wrapped(accumulate=2 if RANK != last else 3)),
+        disagreement(lambda: wrapped(width=24 if last != RANK else 25)),
+        disagreement(lambda: wrapped(strategy="exact" if last != RANK else "fp16")),
+        disagreement(lambda: wrapped(accumulate=2 if last != RANK else 3)),
     ]
     assert "parameter 0 0.weight (24, 6)" in found[0] and "0.weight (25, 6)" in found[0], found[0]
     assert "codec" in found[1] and "exact" in found[1] and "fp16" in found[1]
@@ -544,7 +546,7 @@ def scenario_disagreements_are_named_on_every_rank():
     def late():
         model = net(seed=0)
         order = list(model.parameters())
-        opt = hvdplus.wrap(momentum(order if RANK != last else order[::-1]), strategy="exact")
+        opt = hvdplus.wrap(momentum(order if last != RANK else order[::-1]), strategy="exact")
         mse_loss(model(batch(0, 2)[0]), batch(0, 2)[1]).backward()
         return opt
 
@@ -719,7 +721,9 @@ def scenario_activation_checkpointing():
         for m, rows in ((model, mine), (alone, x)):
             middle = m[0](rows)
             rest = m[1:]
-            (checkpoint(rest, middle, use_reentrant=reentrant) if m is model else rest(middle)).square().mean().backward()
+            (
+                checkpoint(rest, middle, use_reentrant=reentrant) if m is model else rest(middle)
+            ).square().mean().backward()
         opt.step()
         reference.step()
         assert difference(model, alone) < 1e-6
@@ -782,7 +786,11 @@ def scenario_optimizer_state_is_broadcast():
         model = net(seed=RANK)
         opt = make(model.parameters())
         if stepped:
-            opt.step(lambda m=model, o=opt: (o.zero_grad(), (loss := m(torch.randn(2, 6)).square().sum()).backward(), loss)[-1])
+            opt.step(
+                lambda m=model, o=opt: (o.zero_grad(), (loss := m(torch.randn(2, 6)).square().sum()).backward(), loss)[
+                    -1
+                ]
+            )
         hvd.broadcast_optimizer_state(opt, root_rank=0)
         states = hvd.allgather_object(opt.state_dict())
         assert all(repr(state) == repr(states[0]) for state in states)
@@ -798,12 +806,19 @@ def scenario_the_collectives():
     assert torch.equal(hvd.allreduce(t, op=hvd.Sum, name="b"), torch.full((3,), float(SIZE))) and t[0] == 1
     hvd.allreduce_(t, op=hvd.Sum, name="c")
     assert t[0] == SIZE
-    assert torch.equal(hvd.allgather(torch.full((RANK + 1, 2), RANK), name="d")[:, 0], torch.repeat_interleave(torch.arange(SIZE), torch.arange(SIZE) + 1))
-    assert torch.equal(hvd.broadcast(torch.tensor([float(RANK)]), root_rank=SIZE - 1, name="e"), torch.tensor([SIZE - 1.0]))
+    assert torch.equal(
+        hvd.allgather(torch.full((RANK + 1, 2), RANK), name="d")[:, 0],
+        torch.repeat_interleave(torch.arange(SIZE), torch.arange(SIZE) + 1),
+    )
+    assert torch.equal(
+        hvd.broadcast(torch.tensor([float(RANK)]), root_rank=SIZE - 1, name="e"), torch.tensor([SIZE - 1.0])
+    )
     parts = hvd.alltoall(torch.full((SIZE,), RANK), name="f")
     parts = parts[0] if isinstance(parts, tuple) else parts
     assert torch.equal(parts, torch.arange(SIZE))
-    assert torch.allclose(hvd.reducescatter(torch.ones(SIZE, 2) * RANK, name="g", op=hvd.Sum), torch.full((1, 2), SIZE * (SIZE - 1) / 2))
+    assert torch.allclose(
+        hvd.reducescatter(torch.ones(SIZE, 2) * RANK, name="g", op=hvd.Sum), torch.full((1, 2), SIZE * (SIZE - 1) / 2)
+    )
     handle = hvd.allreduce_async(torch.ones(2), name="h")
     assert torch.equal(hvd.synchronize(handle), torch.ones(2))
     assert [o["rank"] for o in hvd.allgather_object({"rank": RANK})] == list(range(SIZE))
