@@ -178,6 +178,14 @@ def test_huge_halves_on_four_ranks(spec, halves):
     assert all(np.isfinite(site.cells["residual"].read()).all() for site in sites)
 
 
+def test_halves_are_added_in_float32_where_the_wire_does_not_add_them():
+    generator = np.random.default_rng(0)
+    inputs = [generator.normal(size=500).astype(np.float16) for _ in range(8)]
+    (outcome, *_) = lockstep("exact", inputs, sites=Wire(8, halves=False).sites())
+    true = np.mean(np.array(inputs, np.float64), axis=0)
+    assert (np.abs(outcome.mean - true) <= 1.001 * 2**-11 * np.abs(true) + 2**-25).all()  # one rounding, not eight
+
+
 def test_fp16_takes_from_one_rank_what_its_mean_can_hold_where_the_wire_adds_it():
     inputs = [np.array([1e5 if rank == 2 else 0.0], np.float32) for rank in range(4)]
     assert lockstep("fp16", inputs)[0].mean == pytest.approx(2.5e4, rel=2**-11)

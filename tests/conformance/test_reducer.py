@@ -8,8 +8,8 @@ from codec_laws import register_signs
 
 from hvdplus import ExchangeError, Strategy
 from hvdplus.arrays import NumPyArrays
-from hvdplus.codecs import registry
-from hvdplus.collectives import LocalCollectives
+from hvdplus.codecs import Outcome, registry
+from hvdplus.collectives import AllReduce, LocalCollectives
 from hvdplus.plan import Parameter, plan
 from hvdplus.reducer import Reducer, run_alone, wire_bytes_dense
 from hvdplus.stats import Stats
@@ -263,6 +263,17 @@ def test_rollback_undoes_a_step_and_commit_keeps_it():
     assert program("committed") != program("none")
 
 
+def test_prepare_makes_all_state_without_a_word_to_anybody():
+    wire = Wire(2, halves=False)
+    strategy = Strategy("bf16", feedback=True, **SMALL)
+    mine = make(wire.ranks[0], strategy)
+    mine.prepare()
+    assert wire.requests == []
+    assert [sorted(site.cells) for site in mine._sites] == [["residual"]] * 4 + [[]]
+    assert not any(cell.read().any() for site in mine._sites for cell in site.cells.values())
+    assert (mine.started, mine.stats.steps, mine.stats.collectives) == (0, 0, 0)
+
+
 def test_costs_are_counted():
     strategy = Strategy("fp16", **SMALL)
     _, stats, wire = run(4, strategy, steps=3)
@@ -301,6 +312,19 @@ def test_relative_error_survives_a_step_that_is_not_finite():
             buffers[0][0] = np.inf
 
     assert 1e-5 < relative_error(Strategy("fp16", **SMALL), steps=101, change=change) < 1e-3
+
+
+def test_relative_error_is_that_of_what_was_given_though_a_codec_writes_into_it(monkeypatch):
+    class Half:
+        lossy = False
+
+        def exchange(self, x, site):
+            x *= np.float32(0.5)
+            sent = x.copy()
+            return Outcome((yield AllReduce(x, scale=1 / site.size)), sent)
+
+    monkeypatch.setitem(registry._MAKERS, "half", Half)
+    assert relative_error(Strategy("half", **SMALL)) == pytest.approx(0.5)
 
 
 def test_sampling_changes_no_mean():

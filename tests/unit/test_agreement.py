@@ -44,7 +44,7 @@ def test_one_gather_where_all_agree():
 
 def test_the_first_difference_is_named_with_its_ranks_on_every_rank():
     same, four, two = ("codec", "fp16"), ("accumulate", "4"), ("accumulate", "2")
-    messages, gathers = compare([[same, four], [same, two]] * 2, hint="give every rank the same strategy")
+    messages, gathers = compare([[same, four, two], [same, two, four]] * 2, hint="give every rank the same strategy")
     assert gathers == 2
     assert (
         messages

@@ -113,6 +113,12 @@ def test_flags_ride_in_the_last_bucket_if_it_is_exact_or_in_one_of_their_own(par
         assert buckets[-1].place == buckets[-2].place
 
 
+def test_notes_travel_behind_the_flags():
+    parameters = [Parameter("a", (2,), "float32"), Parameter("b", (2000,), "float32")]
+    assert plan(parameters, Strategy(), notes=3).buckets[-1].flags == 5
+    assert plan(parameters, Strategy("fp16", overrides={"a": "fp16"}), notes=3).buckets[-1].count == 5
+
+
 def test_no_parameters_no_buckets():
     assert plan([], Strategy()).buckets == ()
     assert plan([Parameter("empty", (0, 3), "float32")], Strategy()).buckets == ()

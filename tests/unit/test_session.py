@@ -37,19 +37,20 @@ def framework(horovod=None, serves=False):
     )
 
 
-def run(size, program):
+def run(size, program, wire=None):
     """Start a session on every rank of a wire that plays Horovod, and call ``program`` with it."""
 
     def rank(collectives):
         started = session.start(framework(lambda: collectives, serves=True))
         try:
+            started.gather(b"arrived")
             return program(started)
         finally:
             gathered = started.gather(b"leaving")  # rank 0 holds the hub and leaves last
             assert len(gathered) == size
             started.watch.disconnect()
 
-    return Wire(size).run(rank)
+    return (wire or Wire(size)).run(rank)
 
 
 def test_one_rank_is_local():
@@ -82,6 +83,18 @@ def test_local_and_cross_rank_come_from_host_names(monkeypatch):
 def test_payloads_of_any_length_are_gathered_in_rank_order():
     payloads = [b"", b"\0\0", "é".encode() * 300]
     assert run(3, lambda s: s.gather(payloads[s.world.rank])) == [payloads] * 3
+
+
+@pytest.mark.parametrize("value", [np.arange(6.0).reshape(2, 3), np.array(True), np.array([1j]), np.zeros((0, 2))])
+@pytest.mark.parametrize("root", [0, 2])
+def test_an_array_of_any_dtype_is_copied_from_the_root(value, root):
+    def program(started):
+        mine = value if started.world.rank == root else np.zeros_like(value)
+        return started.broadcast(mine, root)
+
+    for copied in run(3, program):
+        assert copied.dtype == value.dtype
+        np.testing.assert_array_equal(copied, value)
 
 
 def test_nothing_at_all_can_be_gathered():
@@ -126,11 +139,5 @@ def test_a_launchers_other_local_rank_is_warned_of(monkeypatch, caplog):
 
 def test_gathers_have_names_of_their_own():
     wire = Wire(2)
-
-    def program(collectives):
-        started = session.Session(framework(), World(collectives.rank, 2, 0, 1, "none"), "horovod", collectives,
-                                  session.Watch(collectives.rank, 2))  # fmt: skip
-        return [started.gather(np.array([n]).tobytes()) for n in range(2)]
-
-    wire.run(program)
-    assert len(set(wire.names)) == len(wire.names) == 4
+    assert run(2, lambda s: [s.gather(bytes([n]))[1] for n in range(2)], wire) == [[b"\0", b"\1"]] * 2
+    assert len(set(wire.names)) == len(wire.names) >= 4
