@@ -7,5 +7,5 @@ from hypothesis import settings
 pytest.register_assert_rewrite("arrays_cases", "codec_laws")
 
 # Machines that are shared have no steady clock.
-settings.register_profile("hvdplus", deadline=None)
+settings.register_profile("hvdplus", deadline=None, max_examples=60)
 settings.load_profile("hvdplus")

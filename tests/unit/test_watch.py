@@ -15,7 +15,6 @@ from hvdplus import ExchangeError, StrategyError, watch
 from hvdplus.collectives import Ready
 from hvdplus.watch import Watch
 
-
 HOST = socket.gethostname()
 
 
