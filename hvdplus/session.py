@@ -75,7 +75,7 @@ class Session(Generic[A]):
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def broadcast(self, value: NumPyArray, root: int, among: Collectives[A] | None = None) -> NumPyArray:
-        """Return ``root``'s ``value``, of any dtype and of the same shape on all ranks; all ranks call this together."""
+        """Return ``root``'s ``value``, of any dtype, its shape equal on all ranks; all ranks call this together."""
         self.meet()
         group = among or self.collectives
         if group.size == 1 or value.size == 0:
