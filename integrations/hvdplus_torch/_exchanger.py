@@ -25,7 +25,7 @@ from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus_torch._arrays import TorchArrays
 from hvdplus_torch._broadcast import checksum, optimizer_state_from
-from hvdplus_torch._layout import Layout, lay_out
+from hvdplus_torch._layout import Layout, check_shape, lay_out
 from hvdplus_torch._session import Session, broadcast
 
 log = logging.getLogger("hvdplus")
@@ -77,7 +77,7 @@ class Exchanger:
         self.check_every = _check_every()
         self._names = names
         self._params: list[torch.nn.Parameter] = []
-        self._handles: list[Any] = []
+        self._handles: list[list[Any]] = []
         self._alone = collectives.size == 1 and strategy.accumulate == 1  # the plain optimizer: no hook, no copy
         self._early = strategy.accumulate > 1
         self._agreed = True
@@ -100,15 +100,13 @@ class Exchanger:
     # -- parameters -------------------------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Hook every parameter of the optimizer that has no hook of ours yet."""
-        if self._alone:
-            return
+        """Take in every parameter of the optimizer that is not known yet."""
         for g, group in enumerate(self.optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if not any(p is known for known in self._params):
-                    self._names.setdefault(id(p), f"group{g}.param{i}")
-                    self._hook(p, len(self._params))
+                    check_shape(self._names.setdefault(id(p), f"group{g}.param{i}"), p)
                     self._params.append(p)
+        self._hook_all()
         self._built.clear()
 
     def resize(self, length: int) -> None:
@@ -118,31 +116,36 @@ class Exchanger:
         self._agreed = False
         if length > 1 and not self._early:
             self._alone, self._early = False, True
-            self._handles[1::2] = [
-                p.register_hook(partial(_arriving, weakref.ref(self), i)) for i, p in enumerate(self._params)
-            ]
-            self.adopt()
+            for handle in itertools.chain(*self._handles):
+                handle.remove()
+            self._handles.clear()
+            self._hook_all()
 
-    def _hook(self, p: torch.nn.Parameter, index: int) -> None:
-        if not (p.is_floating_point() or p.is_complex()):
-            self._handles += [None, None]  # an integer has no gradient
-            return
+    def _hook_all(self) -> None:
+        if not self._alone:
+            for index in range(len(self._handles), len(self._params)):
+                self._handles.append(self._hook(self._params[index], index))
+
+    def _hook(self, p: torch.nn.Parameter, index: int) -> list[Any]:
+        if not (p.is_floating_point() or p.is_complex()):  # an integer has no gradient
+            return []
         owner = _OWNERS.get(p)
-        if owner is not None and owner() is not None:
+        if owner is not None and owner() not in (None, self):
             owner().release(p)
         _OWNERS[p] = weakref.ref(self)
         trained = p.requires_grad
         p.requires_grad_(True)  # torch refuses to hook what is frozen, and it may be thawed later
-        self._handles.append(p.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), index)))
-        # A window that goes on after its mean was taken must scale that mean before autograd adds to it.
-        self._handles.append(p.register_hook(partial(_arriving, weakref.ref(self), index)) if self._early else None)
+        handles = [p.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), index))]
+        if self._early:  # a window that goes on must scale its mean before autograd adds to it
+            handles.append(p.register_hook(partial(_arriving, weakref.ref(self), index)))
         p.requires_grad_(trained)
+        return handles
 
     def release(self, p: torch.nn.Parameter) -> None:
         """Give up a parameter that a newer optimizer has taken over."""
-        for index, known in enumerate(self._params):
+        for known, handles in zip(self._params, self._handles, strict=False):
             if known is p:
-                for handle in filter(None, self._handles[2 * index : 2 * index + 2]):
+                for handle in handles:
                     handle.remove()
 
     # -- backward ---------------------------------------------------------------------------------------------

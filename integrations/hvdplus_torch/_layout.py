@@ -45,16 +45,24 @@ def places(params: Sequence[torch.nn.Parameter]) -> list[str]:
     return [f"{p.device.type}#{seen.index(p.device)}" for p in params]
 
 
-def describe(name: str, p: torch.nn.Parameter, place: str) -> Parameter:
-    """Say of a parameter what the plan and the other ranks need to know.
+def check_shape(name: str, p: torch.nn.Parameter) -> None:
+    """Refuse a lazy parameter.
 
     Raises:
-        StrategyError: its dtype cannot be exchanged, or it has no shape yet.
+        StrategyError: it has no shape yet.
     """
     if torch.nn.parameter.is_lazy(p):
         raise StrategyError(
             f"parameter {name!r} is not initialised; run one forward pass of the model before wrapping."
         )
+
+
+def describe(name: str, p: torch.nn.Parameter, place: str) -> Parameter:
+    """Say of a parameter what the plan and the other ranks need to know.
+
+    Raises:
+        StrategyError: its dtype cannot be exchanged.
+    """
     if p.dtype not in _EXCHANGED:
         allowed = ", ".join(dtype_name(dtype) for dtype in _EXCHANGED)
         raise StrategyError(

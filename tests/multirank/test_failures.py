@@ -10,7 +10,8 @@ TRAIN = str(harness.HERE / "failing.py")
 SECONDS = 4  # HVDPLUS_TIMEOUT
 HOST = r"rank 1 \(\S+\)"
 CASES = {
-    "raise": rf"{HOST} failed at step 3, outside an exchange in failing.py:\d+ load_batch: ValueError: boom: no such file",
+    "raise": rf"{HOST} failed at step 3, outside an exchange in failing.py:\d+ load_batch: ValueError: boom: "
+    r"no such file",
     "exit": rf"{HOST} has ended its program and will not come; give every rank the same number of batches",
     "sleep": rf"nothing came within HVDPLUS_TIMEOUT=4 s: {HOST} has not arrived: it is at step 3, outside an exchange "
     r"since \d+ s, in failing.py:\d+ load_batch",
