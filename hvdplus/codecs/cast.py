@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hvdplus.codecs.contract import Exchange, Outcome, Site
+from hvdplus.codecs.exact import Exact
 from hvdplus.codecs.twophase import two_phase_cast
 from hvdplus.collectives import AllReduce
 
@@ -16,8 +17,8 @@ A = TypeVar("A")
 class Cast:
     """Round to ``dtype`` for the wire.
 
-    Where the wire adds this dtype well, values are divided by the number of ranks before they are added, so a
-    sum cannot overflow where its mean does not. Everywhere else (bf16 in Horovod, halves on a CPU) they go
+    What fp16's range is too small for is divided by the number of ranks first, so neither a share nor a sum overflows
+    where the mean does not. Where the wire does not add this dtype well (bf16 in Horovod, halves on a CPU), it goes
     through the two-phase exchange, which adds in fp32.
     """
 
@@ -27,8 +28,10 @@ class Cast:
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks in ``dtype``."""
         arrays, full = site.arrays, site.arrays.dtype(x)
+        if full == self.dtype:
+            return (yield from Exact().exchange(x, site))
         if not site.collectives.sums(x, self.dtype):
-            return (yield from two_phase_cast(x, self.dtype, site))
+            return (yield from two_phase_cast(x, self.dtype, site, divide=self.dtype == "float16"))
         wire = arrays.cast(arrays.scaled(x, 1.0 / site.size), self.dtype)
         sent = arrays.scaled(arrays.cast(wire, full), site.size) if site.keep_sent else None
         total = yield AllReduce(wire)

@@ -30,5 +30,6 @@ class ErrorFeedback:
         outcome = yield from self.inner.exchange(whole, site)
         sent = given if outcome.sent is None else outcome.sent
         lost = arrays.subtract(given, sent)
-        residual.write(arrays.where_finite(outcome.mean, lost, residual.read()))
+        kept = arrays.where_finite(lost, lost, residual.read())  # what was sent can overflow where the mean does not
+        residual.write(arrays.where_finite(outcome.mean, kept, residual.read()))
         return Outcome(outcome.mean, sent)

@@ -15,7 +15,13 @@ from hvdplus.collectives import AllGather, AllToAll
 A = TypeVar("A")
 
 
-def two_phase(chunks: A, encode: Callable[[A], A], decode: Callable[[A], A], site: Site[A]) -> Exchange[A]:
+def two_phase(
+    chunks: A,
+    encode: Callable[[A], A],
+    decode: Callable[[A], A],
+    site: Site[A],
+    combine: Callable[[A], A] | None = None,
+) -> Exchange[A]:
     """Average encoded chunks over the ranks.
 
     Args:
@@ -23,27 +29,35 @@ def two_phase(chunks: A, encode: Callable[[A], A], decode: Callable[[A], A], sit
         encode: turns ``(k,)`` numbers of fp32 into a row of ``m``.
         decode: turns ``(rows, m)`` into ``(rows, k)`` numbers of fp32 or better.
         site: where it happens.
+        combine: turns the decoded rows ``(ranks, k)`` into their average ``(k,)``; their mean where it is not given.
 
     Returns:
         An outcome whose mean has shape ``(ranks * k,)``; ``sent`` is left to the caller.
     """
     mine = yield AllToAll(chunks)
-    average = site.arrays.mean_rows(decode(mine))
+    average = (combine or site.arrays.mean_rows)(decode(mine))
     everyone = yield AllGather(encode(average))
     return Outcome(site.arrays.flat(decode(everyone)))
 
 
-def two_phase_cast(x: A, dtype: str, site: Site[A]) -> Exchange[A]:
-    """Average ``x`` (shape ``(n,)``) over the ranks, every number as two bytes of ``dtype`` on the wire."""
+def two_phase_cast(x: A, dtype: str, site: Site[A], divide: bool = False) -> Exchange[A]:
+    """Average ``x`` (shape ``(n,)``) over the ranks, every number as two bytes of ``dtype`` on the wire.
+
+    With ``divide`` every rank sends its share of the mean, so that what is too large for ``dtype`` may still go out.
+    """
     arrays = site.arrays
     full, count = arrays.dtype(x), arrays.count(x)
     wide = full if full == "float64" else "float32"
-    wire = arrays.to_bits(x, dtype)
-    sent = arrays.from_bits(wire, dtype, full) if site.keep_sent else None
+    wire = arrays.to_bits(arrays.scaled(x, 1.0 / site.size) if divide else x, dtype)
     outcome = yield from two_phase(
         arrays.rows(wire, site.size),
         lambda average: arrays.to_bits(average, dtype),
         lambda rows: arrays.from_bits(rows, dtype, wide),
         site,
+        (lambda shares: arrays.scaled(arrays.mean_rows(shares), site.size)) if divide else None,
     )
-    return Outcome(arrays.cast(arrays.head(outcome.mean, count), full), sent)
+    mean = arrays.cast(arrays.head(outcome.mean, count), full)
+    if not site.keep_sent:
+        return Outcome(mean)
+    sent = arrays.from_bits(wire, dtype, full)
+    return Outcome(mean, arrays.scaled(sent, site.size) if divide else sent)

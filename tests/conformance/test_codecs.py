@@ -316,3 +316,10 @@ def test_torch_agrees_with_numpy(spec, data):
             np.testing.assert_array_equal(mine.mean.numpy(), theirs.mean)
     for mine, theirs in zip(torch_sites, numpy_sites, strict=True):
         np.testing.assert_array_equal(mine.cells["residual"].read().numpy(), theirs.cells["residual"].read())
+
+
+def test_a_number_beyond_fp16_on_one_rank_goes_out_as_its_share(halves):
+    inputs = [np.full(5, value, np.float32) for value in (1e5, 0.0, 0.0, 0.0)]
+    outcomes = lockstep("fp16", inputs, sites=Wire(4, halves=halves).sites())
+    np.testing.assert_allclose(outcomes[0].mean, 2.5e4, rtol=1e-3)
+    np.testing.assert_allclose(outcomes[0].sent, 1e5, rtol=1e-3)
