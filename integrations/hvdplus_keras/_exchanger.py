@@ -62,6 +62,7 @@ class Exchanger:
         self.scope, self.sum_passes = scope, sum_passes
         self.owner = optimizer  # the outermost optimizer: a loss scaling may be around ours
         self.update: Update | None = None
+        self.weights: list[Any] = []  # values for variables that are not made yet
         self.inside = False  # an update is under way: gradients that come in are averaged already
         self.stats = Stats()
         self.updates = 0
@@ -114,7 +115,8 @@ class Exchanger:
             self._plan, strategy, self.collectives, self.scope, self.stats, self._before, self._after, self._new_state
         )
         if self.model is not None:
-            self.broadcast()
+            with self.backend.outside():
+                self.broadcast()
 
     def _own_variable(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
         variable = self.optimizer.add_variable(shape, "zeros", dtype, name=f"hvdplus_{name}")
@@ -340,8 +342,8 @@ class Exchanger:
         return self.session.gather(payload, self.collectives)
 
     def _agree(self) -> None:
-        """Compare plan and strategy. The numbers in Keras' automatic names depend on what was built before."""
-        alike = [replace(p, name=re.sub(r"_\d+(?=/|$)", "", p.name)) for p in self._plan.parameters]
+        """Compare plan and strategy."""
+        alike = [replace(p, name=_lasting(p.name)) for p in self._plan.parameters]
         kind = type(self.optimizer).__bases__[-1].__name__
         owner = f"{kind}, wrapped as number {self.scope}"
         items = describe(replace(self._plan, parameters=tuple(alike)), self.strategy, owner, self._sums)
@@ -371,7 +373,7 @@ class Exchanger:
     def _verify(self, values: Sequence[NumPyArray]) -> None:
         self.session.watch.at(self.stats.steps, "the comparison of weights")
         items = [
-            (f"variable {_name(v)} with checksum", f"{_checksum([value]):08x}")
+            (f"variable {_lasting(_name(v))} with checksum", f"{_checksum([value]):08x}")
             for v, value in zip(self._variables, values, strict=True)
         ]
         agree(items, self._gather, f"their weights must be equal after update {self.updates}, and are not")
@@ -449,6 +451,11 @@ def copy_from(
 
 def _name(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
+
+
+def _lasting(name: str) -> str:
+    """Return a name without the numbers that Keras gives by itself: they depend on what a rank built before."""
+    return re.sub(r"_\d+(?=/|$)", "", name)
 
 
 def _parameter(variable: Any) -> Parameter:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import keras
+import numpy as np
 
 from hvdplus.collectives import Collectives, LocalCollectives
 from hvdplus.errors import StrategyError
@@ -28,6 +30,8 @@ Average, Sum, Adasum = range(3)
 
 _SCOPES = itertools.count()
 _CLASSES: dict[type, type] = {}
+
+log = logging.getLogger("hvdplus")
 
 _LossScale = keras.optimizers.LossScaleOptimizer
 
@@ -89,9 +93,12 @@ class Distributed:
     def build(self, variables: Sequence[Any]) -> None:
         """Make the optimizer's variables, and those of the exchange."""
         exchanger = of(self)
+        if not variables:  # Keras does so when it loads an .h5 file, and could then not build it for the real ones
+            return
         super().build(variables)  # type: ignore[misc]
         if not exchanger.adopted:
             exchanger.adopt(variables)
+        _restore(self, exchanger)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         """Average the gradients over ranks and micro-batches, and update the variables if an update is due."""
@@ -102,11 +109,14 @@ class Distributed:
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """End a ``fit``: follow the ranks that still have data, then do what the optimizer does."""
-        exchanger = of(self)
-        if exchanger.update is None:
-            exchanger.update = super().apply  # type: ignore[misc]
-        exchanger.join(var_list)
+        of(self).join(var_list)
         super().finalize_variable_values(var_list)  # type: ignore[misc]
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set all variables, as they are listed in ``variables``; those that are not made yet, once they are."""
+        of(self).weights = [np.array(weight) for weight in weights]
+        if of(self).adopted:
+            _restore(self, of(self))
 
     def get_config(self) -> dict[str, Any]:
         """Return what ``from_config`` needs: the optimizer as it was, and the strategy."""
@@ -126,6 +136,20 @@ class Distributed:
 
 
 _CLASSES_BACK: dict[type, type] = {}
+
+
+def _restore(optimizer: Any, exchanger: Exchanger) -> None:
+    """Set the variables that were given before there were any."""
+    if not exchanger.weights or exchanger.owner is not optimizer:
+        return
+    given, exchanger.weights = exchanger.weights, []
+    if [tuple(v.shape) for v in optimizer.variables] != [tuple(np.shape(w)) for w in given]:
+        log.warning(
+            "hvdplus: the saved optimizer has other variables than %s; it starts anew.", optimizer.name
+        )
+        return
+    for variable, value in zip(optimizer.variables, given, strict=True):
+        variable.assign(value)
 
 
 def of(optimizer: Any) -> Exchanger:
@@ -263,6 +287,7 @@ def _wrap(optimizer: Any, model: Any, strategy: Strategy, process_set: Any = Non
     exchanger = Exchanger(optimizer, model, strategy, chosen, group, str(next(_SCOPES)), sum_passes)
     optimizer.hvdplus = Attachment(exchanger)
     optimizer.__class__ = _class(type(optimizer))
+    exchanger.update = super(Distributed, optimizer).apply
     if model is not None:
         _prepare(optimizer, exchanger, model)
     return optimizer
@@ -317,7 +342,9 @@ def _group(session: Session[Any], process_set: Any) -> Collectives[Any]:
 # -- loss scaling around a wrapped optimizer ------------------------------------------------------------------
 
 _loss_scale_apply = _LossScale.apply
+_loss_scale_build = _LossScale.build
 _loss_scale_finalize = _LossScale.finalize_variable_values
+_loss_scale_set_weights = _LossScale.set_weights
 
 
 @functools.wraps(_loss_scale_apply)
@@ -326,6 +353,28 @@ def _apply(self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] |
     if exchanger is None or exchanger.inside:
         return _loss_scale_apply(self, grads, trainable_variables)
     return exchanger.apply(grads, trainable_variables, self, partial(_loss_scale_apply, self))
+
+
+@functools.wraps(_loss_scale_build)
+def _build(self: Any, var_list: Sequence[Any]) -> None:
+    exchanger = find(self.inner_optimizer)
+    if exchanger is None:
+        _loss_scale_build(self, var_list)
+    elif var_list:
+        exchanger.owner = self
+        _loss_scale_build(self, var_list)
+        _restore(self, exchanger)
+
+
+@functools.wraps(_loss_scale_set_weights)
+def _set_weights(self: Any, weights: Sequence[Any]) -> None:
+    exchanger = find(self.inner_optimizer)
+    if exchanger is None:
+        _loss_scale_set_weights(self, weights)
+    else:
+        exchanger.weights, exchanger.owner = [np.array(weight) for weight in weights], self
+        if self.built:
+            _restore(self, exchanger)
 
 
 @functools.wraps(_loss_scale_finalize)
@@ -340,6 +389,8 @@ def _finalize(self: Any, var_list: Sequence[Any]) -> None:
 # under mixed_float16. It has to decide by the averaged gradients, alike on all ranks, so what is inside it has to
 # exchange first; and nothing inside it is asked before it decides.
 _LossScale.apply = _apply
+_LossScale.build = _build
+_LossScale.set_weights = _set_weights
 _LossScale.finalize_variable_values = _finalize
 
 _class(keras.optimizers.Optimizer)  # registers the name, so that models can be loaded

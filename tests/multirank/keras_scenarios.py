@@ -13,6 +13,7 @@ import pytest
 
 import hvdplus
 import hvdplus.keras as hvd
+from hvdplus_keras._optimizer import find
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -218,7 +219,7 @@ def scenario_loss_scale_in_every_order():
 
 
 def scenario_none_frozen_and_embedding():
-    keras.utils.set_random_seed(RANK)
+    keras.utils.set_random_seed(0)
     words = keras.layers.Input((5,), dtype="int32")
     hidden = keras.layers.Embedding(50, 4, name="words")(words)
     flat = keras.layers.Flatten()(hidden)
@@ -293,29 +294,34 @@ def scenario_ranks_must_agree():
         hvdplus.wrap(OPTIMIZERS["adam clipvalue" if RANK else "sgd"](), model=model)
 
 
+def wrap_for_saving(optimizer):
+    return hvdplus.wrap(optimizer, strategy="bf16,feedback=true,accumulate=2,min_compress=0")
+
+
 def scenario_save_and_load():
     x, y = data(12 * SIZE * 4)
     own = mine(12)
     for ending in (".keras", ".h5"):
-        for make in (lambda: keras.optimizers.Adam(0.01), lambda: LSO(keras.optimizers.SGD(0.05, momentum=0.9))):
+        for around in (lambda o: LSO(wrap_for_saving(o)), wrap_for_saving, lambda o: wrap_for_saving(LSO(o))):
             model = net(RANK)
-            opt = hvdplus.wrap(make(), model=model, strategy="bf16,feedback=true,accumulate=2,min_compress=0")
+            opt = around(keras.optimizers.Adam(0.01))
             model.compile(opt, keras.losses.MeanSquaredError())
             model.fit(x[own[:28]], y[own[:28]], batch_size=4, shuffle=False, verbose=0)  # 7 batches: half a window
             with tempfile.TemporaryDirectory() as folder:
                 path = pathlib.Path(folder) / f"model{ending}"
                 model.save(path)
                 back = keras.models.load_model(path)
-            assert back.optimizer.hvdplus.strategy == opt.hvdplus.strategy
-            if not (ending == ".h5" and isinstance(opt, LSO)):  # Keras itself loses what is inside a loss scaling there
-                for a, b, v in zip(weights(opt), weights(back.optimizer), opt.variables, strict=True):
-                    assert np.array_equal(a, b), v.path
-                assert sum("residual" in v.path for v in opt.variables) == 1
-                assert int(back.optimizer.iterations) == 3
-                for m in (model, back):
-                    m.fit(x[own[28:]], y[own[28:]], batch_size=4, shuffle=False, verbose=0)
-                assert difference(model, back) == 0
-                assert int(back.optimizer.iterations) == 6
+            assert find(back.optimizer).strategy == find(opt).strategy
+            if ending == ".h5":  # Keras builds the optimizer at its first step then
+                back.optimizer.build(back.trainable_variables)
+            for a, b, v in zip(weights(opt), weights(back.optimizer), opt.variables, strict=True):
+                assert np.array_equal(a, b), v.path
+            assert sum("residual" in v.path for v in opt.variables) == 1
+            assert int(back.optimizer.iterations) == 3
+            for m in (model, back):
+                m.fit(x[own[28:]], y[own[28:]], batch_size=4, shuffle=False, verbose=0)
+            assert difference(model, back) == 0
+            assert int(back.optimizer.iterations) == 6
             assert_equal_everywhere(*back.get_weights())
 
 
