@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import keras
@@ -57,9 +56,6 @@ class Backend(Protocol):
 
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Have ``function`` called with the values as NumPy arrays whenever the step comes to this place."""
-
-    def outside(self) -> AbstractContextManager[Any]:
-        """Leave the graph that may be traced now: what happens in this context happens at once."""
 
     def compiled(self) -> bool:
         """Whether what is being traced will be compiled, where no exchange can be."""
@@ -114,12 +110,6 @@ class _TensorFlow:
 
         return tf.numpy_function(lambda *arrays: bool(function(*arrays)), list(values), tf.bool)
 
-    def outside(self) -> AbstractContextManager[Any]:
-        import tensorflow as tf
-
-        context: AbstractContextManager[Any] = tf.init_scope()
-        return context
-
     def compiled(self) -> bool:
         from hvdplus_tensorflow._exchange import in_xla
 
@@ -163,9 +153,6 @@ class _Torch:
 
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         return function(*(keras.ops.convert_to_numpy(value) for value in values))
-
-    def outside(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def compiled(self) -> bool:
         import torch

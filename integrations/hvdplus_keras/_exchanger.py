@@ -114,9 +114,8 @@ class Exchanger:
         self._exchange = self.backend.exchange(
             self._plan, strategy, self.collectives, self.scope, self.stats, self._before, self._after, self._new_state
         )
-        if self.model is not None:
-            with self.backend.outside():
-                self.broadcast()
+        if self.model is not None and self.backend.eager():  # in a graph they have no values yet: see _compare
+            self.broadcast()
 
     def _own_variable(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
         variable = self.optimizer.add_variable(shape, "zeros", dtype, name=f"hvdplus_{name}")
@@ -326,12 +325,16 @@ class Exchanger:
     def _watched(self) -> list[Any]:
         return [*self._variables, *self._shared()]
 
+    def _whole(self) -> list[Any]:
+        """All that is copied from one rank: weights (no state of random numbers) and what optimizers share."""
+        of_model = self.model.weights if self.model is not None else []
+        return list({id(v): v for v in [*of_model, *self._watched()]}.values())
+
     def _look(self, *values: NumPyArray) -> bool:
         """Take rank 0's variables after a step that was its alone, and compare them across ranks."""
         if self._root_only:
             self._root_only = False
-            for variable, value in zip(self._watched(), values, strict=True):
-                variable.assign(self.session.broadcast(value, 0, self.collectives))
+            copy_from(self.session, self._whole(), 0, self.collectives)
             values = tuple(ops.convert_to_numpy(variable) for variable in self._watched())
         self._verify(values[: len(self._variables)])
         return True
@@ -386,8 +389,7 @@ class Exchanger:
         if not self._checked:
             self._checked = True
             self._agree()
-        whole = {id(v): v for v in [*(self.model.variables if self.model is not None else []), *self._watched()]}
-        copy_from(self.session, list(whole.values()), root, self.collectives)
+        copy_from(self.session, self._whole(), root, self.collectives)
 
     # -- the end of the data ----------------------------------------------------------------------------------
 

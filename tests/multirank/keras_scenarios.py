@@ -169,6 +169,7 @@ def stepper(model, opt, form):
 
 
 def gradients(model, x, y, loss=None):
+    y = keras.ops.convert_to_tensor(y)
     loss = loss or (lambda prediction: keras.ops.mean((prediction - y) ** 2))
     if TF:
         with tf.GradientTape() as tape:
