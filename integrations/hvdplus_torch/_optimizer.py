@@ -87,7 +87,8 @@ class Attachment:
         Raises:
             ExchangeError: they differ.
         """
-        self._exchanger.verify()
+        exchanger = self._exchanger
+        exchanger.consensus.verify(exchanger.stats.steps, exchanger.updates)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -322,6 +323,6 @@ def _agreeing(closure: Callable[[], Any] | None, exchanger: Exchanger) -> Callab
     def agreeing() -> Any:
         with torch.enable_grad():
             loss = closure()
-        return exchanger.mean(loss)
+        return exchanger.consensus.mean(loss)
 
     return agreeing
