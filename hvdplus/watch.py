@@ -76,6 +76,7 @@ class Watch:
         self._line: _Line | None = None
         self._hub: _Hub | None = None
         self._closed = threading.Event()
+        self._process = os.getpid()  # a forked child has the sockets too, but it is not the rank
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
@@ -250,7 +251,7 @@ class Watch:
 
     def fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Tell all ranks that this one ends with ``error``, and give them time to say so first."""
-        if self._line is None or self._closed.is_set():
+        if self._line is None or self._closed.is_set() or os.getpid() != self._process:
             return
         self.raised = True
         frames = traceback.extract_tb(trace)
@@ -265,7 +266,7 @@ class Watch:
 
     def close(self) -> None:
         """Leave. After a failure the process ends here: an engine's own shutdown would wait for the dead."""
-        if self._closed.is_set():
+        if self._closed.is_set() or os.getpid() != self._process:
             return
         self._closed.set()
         if self._line is not None:

@@ -51,10 +51,18 @@ def test_rank_0_can_fail_too(mode):
     assert ended.code not in (0, None)
 
 
-def test_nothing_is_said_when_all_is_well():
-    ended = harness.run("mpirun-mpi4py", 2, [TRAIN, "never", "1"], 90)
+@pytest.mark.parametrize("engine", ["mpirun-mpi4py", "mpirun"])
+def test_nothing_is_said_when_all_is_well(engine):
+    ended = harness.run(engine, 2, [TRAIN, "never", "1"], 90)
     assert ended.code == 0
     assert sorted(ended.output.splitlines()) == ["rank 0 finished", "rank 1 finished"]
+
+
+def test_horovodrun_over_open_mpi_5():
+    """As the README says: its binding options have to be replaced."""
+    ended = harness.run("horovodrun-mpi", 2, [TRAIN, "never", "1"], 90)
+    assert ended.code == 0, ended.output
+    assert "rank 1 finished" in ended.output
 
 
 INIT = "import hvdplus.torch as hvd; hvd.init(); print('silently', hvd.rank(), hvd.size())"

@@ -4,7 +4,14 @@ import harness
 import pytest
 
 MODULE = "torch_scenarios.py"
-LAUNCHES = [("horovodrun-gloo", 2), ("mpirun", 2), ("mpirun-mpi4py", 2), ("horovodrun-gloo", 4), ("mpirun-mpi4py", 4)]
+LAUNCHES = [
+    ("horovodrun-gloo", 2),
+    ("mpirun", 2),
+    ("mpirun-mpi4py", 2),
+    ("horovodrun-gloo", 4),
+    ("mpirun", 4),
+    ("mpirun-mpi4py", 4),
+]
 
 
 @pytest.mark.parametrize("scenario", harness.names(MODULE))
