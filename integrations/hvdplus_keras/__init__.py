@@ -1,4 +1,4 @@
-"""hvdplus for Keras 3, on its TensorFlow and torch backends: Horovod's names, with an optimizer that really exchanges."""
+"""hvdplus for Keras 3, on its TensorFlow and torch backends: Horovod's names, and an optimizer that exchanges."""
 
 from __future__ import annotations
 

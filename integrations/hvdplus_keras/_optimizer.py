@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -20,9 +21,10 @@ from hvdplus.world import World
 from hvdplus_keras._backend import backend
 from hvdplus_keras._exchanger import Exchanger
 
-# The name under which wrapped optimizers are saved. Where hvdplus.keras is not imported, Keras cannot find it, and
-# says so with this name.
+# The names under which wrapped optimizers are saved. Where hvdplus.keras is not imported, Keras cannot find them, and
+# its error shows the first (.keras) or the second (.h5): the only words that can reach whoever loads the file there.
 _PACKAGE = "import hvdplus.keras first"
+_MISSING = "hvdplus DistributedOptimizer (import hvdplus.keras first, before the model is loaded)"
 _NAME = "DistributedOptimizer"
 
 # Horovod's numbers for its reductions.
@@ -123,6 +125,7 @@ class Distributed:
         exchanger = of(self)
         plain = _CLASSES_BACK[type(self)].from_config(super().get_config())  # type: ignore[misc]
         return {
+            "name": _MISSING,
             "optimizer": keras.saving.serialize_keras_object(plain),
             "strategy": exchanger.strategy.to_dict(),
             "sum_passes": exchanger.sum_passes,
@@ -131,11 +134,12 @@ class Distributed:
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Make the optimizer that was saved, and wrap it."""
-        optimizer = keras.saving.deserialize_keras_object(config["optimizer"], custom_objects=custom_objects)
+        plain = copy.deepcopy(config["optimizer"])  # Keras writes into what it is given
+        optimizer = keras.saving.deserialize_keras_object(plain, custom_objects=custom_objects)
         return _wrap(optimizer, None, Strategy.from_dict(config["strategy"]), sum_passes=config["sum_passes"])
 
 
-_CLASSES_BACK: dict[type, type] = {}
+_CLASSES_BACK: dict[type, Any] = {}
 
 
 def _restore(optimizer: Any, exchanger: Exchanger) -> None:
@@ -144,9 +148,7 @@ def _restore(optimizer: Any, exchanger: Exchanger) -> None:
         return
     given, exchanger.weights = exchanger.weights, []
     if [tuple(v.shape) for v in optimizer.variables] != [tuple(np.shape(w)) for w in given]:
-        log.warning(
-            "hvdplus: the saved optimizer has other variables than %s; it starts anew.", optimizer.name
-        )
+        log.warning("hvdplus: the saved optimizer has other variables than %s; it starts anew.", optimizer.name)
         return
     for variable, value in zip(optimizer.variables, given, strict=True):
         variable.assign(value)

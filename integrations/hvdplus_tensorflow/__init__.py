@@ -1,4 +1,4 @@
-"""hvdplus for TensorFlow: Horovod's names, with gradients that travel in any codec; for optimizers see hvdplus.keras."""
+"""hvdplus for TensorFlow: Horovod's names, and gradients in any codec; for optimizers see hvdplus.keras."""
 
 from __future__ import annotations
 

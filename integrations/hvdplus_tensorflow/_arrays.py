@@ -11,7 +11,8 @@ Tensor: TypeAlias = Any  # tf.Tensor, eager or symbolic; TensorFlow ships no typ
 
 class TensorFlowArrays:
     """``hvdplus.arrays.Arrays`` for tensors of static shape. In a graph the answers of ``norm`` and ``all_finite``
-    are symbolic."""
+    are symbolic.
+    """
 
     def zeros(self, size: int, dtype: str) -> Tensor:
         """``size`` zeros."""
@@ -51,7 +52,8 @@ class TensorFlowArrays:
 
     def norm(self, x: Tensor) -> Tensor:
         """The Euclidean norm."""
-        return tf.norm(tf.cast(x, tf.float64))
+        norm = tf.norm(tf.cast(x, tf.float64))
+        return float(norm) if tf.executing_eagerly() else norm
 
     def all_finite(self, x: Tensor) -> Tensor:
         """Whether no element is infinite or NaN."""
@@ -83,4 +85,7 @@ class TensorFlowArrays:
 
     def from_bits(self, x: Tensor, dtype: str, into: str) -> Tensor:
         """Read the bits of ``dtype``."""
+        if dtype == "bfloat16":  # a shift, because TensorFlow's cast takes subnormal numbers for 0
+            whole = tf.bitwise.left_shift(tf.cast(tf.bitcast(x, tf.uint16), tf.uint32), tf.constant(16, tf.uint32))
+            return tf.cast(tf.bitcast(whole, tf.float32), into)
         return tf.cast(tf.bitcast(x, dtype), into)

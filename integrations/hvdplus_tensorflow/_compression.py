@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from hvdplus_tensorflow._arrays import Tensor
 
-from hvdplus.errors import StrategyError
-
 
 class _NoneCompressor:
     """Leaves a tensor as it is."""

@@ -158,7 +158,7 @@ class HostBridge:
         return _Posted(lambda: self._claim(ticket, request))
 
     def _post(self, request: Request[Tensor], name: str, value: NumPyArray) -> Pending[NumPyArray]:
-        host: Request[Any] = replace(request, value=value.copy())  # type: ignore[arg-type]
+        host: Request[Any] = replace(request, value=value.copy())
         return self.inner.start(host, name)
 
     def _claim(self, ticket: Tensor, request: Request[Tensor]) -> Tensor:

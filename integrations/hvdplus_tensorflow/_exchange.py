@@ -1,4 +1,4 @@
-"""The exchange of a plan's buckets as one TensorFlow function: traced once, whatever calls it, eagerly or in a graph."""
+"""The exchange of a plan's buckets as one TensorFlow function, traced once: in a graph and eagerly it is the same."""
 
 from __future__ import annotations
 

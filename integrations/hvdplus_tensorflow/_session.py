@@ -37,7 +37,8 @@ _current: Session | None = None
 def init(*args: Any, **kwargs: Any) -> None:
     """Join the job: find this rank, choose the engine (``HVDPLUS_ENGINE``), start it.
 
-    No TensorFlow op runs here, so devices may still be chosen by ``local_rank()``. A second call does nothing. Arguments are Horovod's (``comm``, ``process_sets``) and need its engine.
+    No TensorFlow op runs here, so devices may still be chosen by ``local_rank()``. A second call does nothing.
+    Arguments are Horovod's (``comm``, ``process_sets``) and need its engine.
 
     Raises:
         LaunchError: no engine can serve what the launcher started, or the engine sees another world.

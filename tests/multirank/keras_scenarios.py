@@ -86,7 +86,7 @@ OPTIMIZERS = {
 def scenario_fit_is_the_whole_batch():
     worst = 0.0
     for window in (1, 3):
-        for name, make in OPTIMIZERS.items():
+        for name, make in list(OPTIMIZERS.items())[: 1 if window == 1 else None]:
             model, alone, opt = fit_both(make, updates=6, window=window)
             found = difference(model, alone)
             assert found < 1e-6, (name, window, found)
@@ -97,7 +97,7 @@ def scenario_fit_is_the_whole_batch():
 
 
 def scenario_stats_count_steps_not_traces():
-    model, _, opt = fit_both(OPTIMIZERS["sgd"], updates=20, strategy="fp16", min_compress=0)
+    _, _, opt = fit_both(OPTIMIZERS["sgd"], updates=20, strategy="fp16", min_compress=0)
     stats = opt.hvdplus.stats()
     assert stats["steps"] == 20
     assert stats["collectives"] == 20 * (2 if SIZE > 1 else 1) + 20  # two phases of the fp16 bucket, one of the flags
@@ -214,7 +214,7 @@ def scenario_loss_scale_in_every_order():
             assert scale == (2.0**15 if order == "compile" else 64.0) / 2, (order, scale)
             assert int(model.optimizer.iterations) == 7, (order, window, int(model.optimizer.iterations))
             assert np.isfinite(np.concatenate([w.ravel() for w in model.get_weights()])).all()
-            assert_equal_everywhere(*model.get_weights(), *weights(model.optimizer)[: 4 if window == 1 else 4])
+            assert_equal_everywhere(*model.get_weights(), *weights(model.optimizer)[:4])
             seen[f"{order} {window}"] = scale
     return seen
 
