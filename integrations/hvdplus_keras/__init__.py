@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from hvdplus_keras import callbacks
 from hvdplus_keras._backend import adapter
 from hvdplus_keras._io import load_model
 from hvdplus_keras._ops import allgather, allreduce, broadcast, broadcast_variables, init, reducescatter
-from hvdplus_keras._optimizer import Adasum, Average, DistributedOptimizer, Sum, wrap
+from hvdplus_keras._optimizer import (
+    Adasum,
+    Average,
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    Sum,
+    wrap,
+)
 
 __all__ = [
     "Adasum",
     "Average",
     "DistributedOptimizer",
+    "PartialDistributedOptimizer",
     "Sum",
     "allgather",
     "allreduce",
@@ -32,9 +41,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module 'hvdplus.keras' has no attribute {name!r}")
     if name == "elastic":
-        import horovod.tensorflow.keras
-
-        return horovod.tensorflow.keras.elastic
+        return importlib.import_module("hvdplus_keras.elastic")
     try:
         return getattr(adapter(), name)
     except AttributeError:

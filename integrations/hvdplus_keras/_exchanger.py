@@ -70,6 +70,9 @@ class Exchanger:
         self.check_every = _check_every()
         self._variables: list[Any] = []
         self._index: dict[int, int] = {}
+        self._local: dict[int, Any] = {}  # variables of this rank alone, by id
+        self._local_scale = 1.0
+        self.scale_local = True  # whether the gradients of those are divided by the number of ranks
         self._own: list[Any] = []  # state that differs between ranks
         self._accumulators: list[Any] = []
         self._micro: Any = None
@@ -102,20 +105,52 @@ class Exchanger:
         strategy = (
             self.strategy if self.collectives.size > 1 else Strategy.of(self.strategy, codec="exact", overrides={})
         )
-        self._plan = plan([_parameter(v) for v in self._variables], strategy, notes=1)
+        described = [_parameter(v) for v in self._variables]
+        self._plan = plan(
+            [
+                replace(p, shape=(0,)) if self._is_local(v) else p
+                for p, v in zip(described, self._variables, strict=True)
+            ],
+            strategy,
+            notes=1,
+        )
         if not self._plan.buckets:
             return
         self._steps = self.optimizer.add_variable((), "zeros", "int64", name="hvdplus_exchanges")
         if self.window > 1:
             self._micro = self._own_variable("micro_batches", (), "int64")
-            self._accumulators = [
-                self._own_variable(f"window_{b.index}", (b.count,), b.dtype) for b in self._plan.buckets
-            ]
+            flats = [(f"window_{b.index}", b.count, b.dtype) for b in self._plan.buckets]
+            flats += [(f"local_{i}", described[i].count, described[i].dtype) for i in self._local_places()]
+            self._accumulators = [self._own_variable(name, (count,), dtype) for name, count, dtype in flats]
         self._exchange = self.backend.exchange(
             self._plan, strategy, self.collectives, self.scope, self.stats, self._before, self._after, self._new_state
         )
         if self.model is not None and self.backend.eager():  # in a graph they have no values yet: see _compare
             self.broadcast()
+
+    def keep_local(self, variable: Any, scale: float) -> None:
+        """Leave a variable to this rank alone; its gradient is multiplied by ``scale``.
+
+        Raises:
+            StrategyError: the variables are planned already.
+        """
+        if self.adopted:
+            raise StrategyError(
+                f"variable {_name(variable)!r} cannot become local now; register it before the first apply(), and "
+                f"without model= in wrap()."
+            )
+        self._local[id(variable)] = variable
+        self._local_scale = scale
+
+    def _is_local(self, variable: Any) -> bool:
+        return id(variable) in self._local or id(getattr(variable, "value", variable)) in self._local
+
+    def _local_places(self) -> list[int]:
+        return [index for index, variable in enumerate(self._variables) if self._is_local(variable)]
+
+    def _common(self) -> list[Any]:
+        """The variables that are to be equal on all ranks."""
+        return [variable for variable in self._variables if not self._is_local(variable)]
 
     def _own_variable(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
         variable = self.optimizer.add_variable(shape, "zeros", dtype, name=f"hvdplus_{name}")
@@ -201,9 +236,10 @@ class Exchanger:
 
     def _exchange_and_update(self, values: list[Any], used: list[bool] | None, variables: list[Any]) -> None:
         assert self._exchange is not None
-        means, due = self._exchange(values, ops.convert_to_tensor(self._steps))
+        count = len(self._plan.buckets)
+        means, due = self._exchange(values[:count], ops.convert_to_tensor(self._steps))
         self._steps.assign_add(1)
-        self._update(self._unpack(means, used, variables), variables)
+        self._update(self._unpack(means, values[count:], used, variables), variables)
         self._look_after(due)
 
     def _update(self, grads: list[Any], variables: list[Any]) -> None:
@@ -240,9 +276,14 @@ class Exchanger:
             if bucket.flags:
                 parts.append(ops.convert_to_tensor(flags, dtype=bucket.dtype))
             values.append(ops.concatenate(parts) if len(parts) > 1 else parts[0])
-        return values
+        return [*values, *(self._local_flat(given.get(index), index) for index in self._local_places())]
 
-    def _unpack(self, means: list[Any], used: list[bool] | None, variables: list[Any]) -> list[Any]:
+    def _local_flat(self, gradient: Any, index: int) -> Any:
+        described = _parameter(self._variables[index])
+        flat = _flat(gradient, Member(index, described.name, 0, described.count), described.dtype)
+        return ops.multiply(flat, ops.cast(self._local_scale, flat.dtype))
+
+    def _unpack(self, means: list[Any], local: list[Any], used: list[bool] | None, variables: list[Any]) -> list[Any]:
         """Return the mean gradient of each variable; None where no rank has one.
 
         In a graph that is known of this rank alone, and ``_after`` sees to it that the ranks are alike.
@@ -258,6 +299,8 @@ class Exchanger:
             for m in bucket.members:
                 shape = tuple(self._variables[m.index].shape)
                 pieces[m.index] = ops.reshape(mean[m.offset : m.offset + m.count], shape)
+        for index, flat in zip(self._local_places(), local, strict=False):
+            pieces[index] = ops.reshape(flat, tuple(self._variables[index].shape))
         return [self._piece(pieces, index) if use else None for index, use in zip(wanted, used, strict=True)]
 
     def _piece(self, pieces: dict[int, Any], index: int) -> Any:
@@ -323,12 +366,12 @@ class Exchanger:
         ops.cond(due, look, lambda: ops.equal(0, 1))
 
     def _watched(self) -> list[Any]:
-        return [*self._variables, *self._shared()]
+        return [*self._common(), *self._shared()]
 
     def _whole(self) -> list[Any]:
         """All that is copied from one rank: weights (no state of random numbers) and what optimizers share."""
         of_model = self.model.weights if self.model is not None else []
-        return list({id(v): v for v in [*of_model, *self._watched()]}.values())
+        return list({id(v): v for v in [*of_model, *self._watched()] if not self._is_local(v)}.values())
 
     def _look(self, *values: NumPyArray) -> bool:
         """Take rank 0's variables after a step that was its alone, and compare them across ranks."""
@@ -336,7 +379,7 @@ class Exchanger:
             self._root_only = False
             copy_from(self.session, self._whole(), 0, self.collectives)
             values = tuple(ops.convert_to_numpy(variable) for variable in self._watched())
-        self._verify(values[: len(self._variables)])
+        self._verify(values[: len(self._common())])
         return True
 
     # -- agreement --------------------------------------------------------------------------------------------
@@ -371,13 +414,13 @@ class Exchanger:
             ExchangeError: they differ; it names the first variable and the ranks.
         """
         if self.collectives.size > 1:
-            self._verify([ops.convert_to_numpy(variable) for variable in self._variables])
+            self._verify([ops.convert_to_numpy(variable) for variable in self._common()])
 
     def _verify(self, values: Sequence[NumPyArray]) -> None:
         self.session.watch.at(self.stats.steps, "the comparison of weights")
         items = [
             (f"variable {_lasting(_name(v))} with checksum", f"{_checksum([value]):08x}")
-            for v, value in zip(self._variables, values, strict=True)
+            for v, value in zip(self._common(), values, strict=True)
         ]
         agree(items, self._gather, f"their weights must be equal after update {self.updates}, and are not")
         self.session.watch.at(self.stats.steps, "outside an exchange")
@@ -420,7 +463,7 @@ class Exchanger:
             vars(self.stats).update(vars(before))
             return False
         self._steps.assign_add(1)
-        self._update(self._unpack(means, None, self._variables), self._variables)
+        self._update(self._unpack(means, [], None, self._variables), self._variables)
         self._look_after(due)
         return True
 

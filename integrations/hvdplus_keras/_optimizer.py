@@ -109,6 +109,14 @@ class Distributed:
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
         return exchanger.apply(grads, trainable_variables, self, super().apply)  # type: ignore[misc]
 
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable to this rank alone (Horovod's name): nothing of it is exchanged, copied or compared.
+
+        Its gradient is divided by the number of ranks, unless ``scale_local_gradients=False``.
+        """
+        exchanger = of(self)
+        exchanger.keep_local(var, 1.0 / exchanger.collectives.size if exchanger.scale_local else 1.0)
+
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """End a ``fit``: follow the ranks that still have data, then do what the optimizer does."""
         of(self).join(var_list)
@@ -218,8 +226,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and arguments
 
     Horovod's meaning holds: ``backward_passes_per_step=k`` adds up k passes and averages over ranks, or averages both
     with ``average_aggregated_gradients=True``, as the strategy's ``accumulate=k`` does. ``device_dense``,
-    ``device_sparse``, ``gradient_predivide_factor``, ``num_groups``, ``groups``, ``sparse_as_dense`` and
-    ``scale_local_gradients`` are accepted: sums cannot overflow where their mean does not, buckets group by
+    ``device_sparse``, ``gradient_predivide_factor``, ``num_groups``, ``groups`` and ``sparse_as_dense`` are
+    accepted: sums cannot overflow where their mean does not, buckets group by
     themselves, and sparse gradients travel dense.
 
     Raises:
@@ -241,6 +249,28 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and arguments
     wrapped = _wrap(optimizer, model, chosen, process_set, passes > 1 and not average_aggregated_gradients)
     if name is not None:
         wrapped.name = name
+    of(wrapped).scale_local = scale_local_gradients
+    return wrapped
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> Any:
+    """``DistributedOptimizer`` that leaves the weights of some layers to each rank alone.
+
+    Args:
+        optimizer: the optimizer.
+        *args: as for ``DistributedOptimizer``.
+        local_layers: a layer or several.
+        **kwargs: as for ``DistributedOptimizer``.
+    """
+    layers = [] if local_layers is None else local_layers
+    layers = layers if isinstance(layers, list | tuple | set) else [layers]
+    if any(not isinstance(layer, keras.layers.Layer) for layer in layers):
+        raise StrategyError(f"local_layers={local_layers!r} must be a keras.layers.Layer or several.")
+    wrapped = DistributedOptimizer(optimizer, *args, **kwargs)
+    for variable in (variable for layer in layers for variable in layer.trainable_weights):
+        wrapped.register_local_var(variable)
     return wrapped
 
 

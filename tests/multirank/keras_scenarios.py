@@ -484,6 +484,22 @@ def scenario_horovod_arguments():
     assert difference(total, alone) < 1e-6
 
 
+def scenario_local_layers():
+    x, y = data(4 * SIZE * 4)
+    own = mine(4)
+    for window in (1, 2):
+        model = net(0)
+        opt = hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(0.1), accumulate=window, local_layers=model.layers[0], scale_local_gradients=False
+        )
+        model.compile(opt, "mse")
+        model.fit(x[own], y[own], batch_size=4, shuffle=False, verbose=0)
+        assert_equal_everywhere(*model.layers[1].get_weights())
+        kernels = hvd.allgather_object(np.array(model.layers[0].kernel))
+        assert not np.array_equal(kernels[0], kernels[1])
+        opt.hvdplus.verify()
+
+
 def scenario_collectives():
     value = np.arange(4, dtype="f") + RANK
     assert np.allclose(hvd.allreduce(value), np.arange(4) + (SIZE - 1) / 2)
