@@ -29,8 +29,7 @@ def broadcast_variables(
     """
     plain = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v for v in variables]
     if not _session.is_initialized() or _session.session().engine == "horovod":
-        options = {} if process_set is None else {"process_set": process_set}
-        return horovod().broadcast_variables(plain, root_rank, inplace=inplace, **options)
+        return horovod().broadcast_variables(plain, root_rank, inplace=inplace, **_given(process_set))
     if not tf.executing_eagerly():
         raise StrategyError("broadcast_variables in a graph needs engine 'horovod'; call it outside of tf.function.")
     for variable in plain:
@@ -42,6 +41,8 @@ def broadcast_object(
     obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
 ) -> Any:
     """Return ``root_rank``'s ``obj``, pickled and sent to all ranks; ``session`` and ``name`` are Horovod's."""
+    if _in_session():
+        return horovod().broadcast_object(obj, root_rank, session, name, **_given(process_set))
     current, among = _session.session(), _among(process_set)
     root = root_rank if process_set is None or not process_set.ranks else process_set.ranks.index(root_rank)
     payload = np.frombuffer(pickle.dumps(obj), np.uint8)
@@ -52,7 +53,19 @@ def broadcast_object(
 
 def allgather_object(obj: Any, session: Any = None, name: str | None = None, process_set: Any = None) -> list[Any]:
     """Return every rank's ``obj``, in rank order."""
+    if _in_session():
+        everyone: list[Any] = horovod().allgather_object(obj, session, name, **_given(process_set))
+        return everyone
     return [pickle.loads(text) for text in _session.session().gather(pickle.dumps(obj), _among(process_set))]
+
+
+def _in_session() -> bool:
+    """Whether this is a TensorFlow 1 program, whose graphs only Horovod knows how to run."""
+    return not tf.executing_eagerly() and not tf.inside_function() and _session.session().engine == "horovod"
+
+
+def _given(process_set: Any) -> dict[str, Any]:
+    return {} if process_set is None else {"process_set": process_set}
 
 
 def _among(process_set: Any) -> Collectives[Tensor] | None:

@@ -508,6 +508,31 @@ def scenario_collectives():
     assert hvd.broadcast_object({"rank": RANK}, 0) == {"rank": 0}
 
 
+def scenario_tape():
+    """``hvdplus.tensorflow``: a tape, in a graph and eagerly, with Horovod's means and in codecs of ours."""
+    if not TF:
+        return
+    import hvdplus.tensorflow as tf_hvd
+
+    variables = [tf.Variable(tf.fill([50], float(RANK))), tf.Variable(tf.zeros([3]))]
+    for variable in variables:
+        variable.assign(variable + RANK)
+    tf_hvd.broadcast_variables(variables, 0)
+    assert float(tf.reduce_sum(variables[0])) == 0
+    for strategy in ("exact", "fp16,min_compress=0", "bf16,feedback=true,min_compress=0"):
+
+        def means(strategy=strategy):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variables[0]) * (RANK + 1.0) + tf.reduce_sum(variables[1]) * 2.0
+            return tf_hvd.DistributedGradientTape(tape, strategy=strategy).gradient(loss, variables)
+
+        for form in (means, tf.function(means)):
+            for _ in range(2):
+                first, second = form()
+                assert np.allclose(first, (SIZE + 1) / 2)
+                assert np.allclose(second, 2.0)
+
+
 def scenario_warmup_travels_exact():
     _, _, opt = fit_both(OPTIMIZERS["sgd"], updates=4, strategy="fp16,warmup_steps=4", min_compress=0)
     stats = opt.hvdplus.stats()
