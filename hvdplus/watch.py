@@ -35,6 +35,7 @@ log = logging.getLogger("hvdplus")
 _ANSWER_SECONDS = 2.0  # how long a rank has to say where it is
 _DIED = "died: its connection closed without a word (killed, or crashed)"
 _SPEAK_SECONDS = 1.0  # how long the others have to repeat a failure before the failing rank has the last word
+_PART_SECONDS = 5.0  # how long who leaves waits for the others to leave
 _LEFT_SECONDS = 3.0  # how long an exchange may go on after one of its ranks has left
 
 
@@ -283,9 +284,17 @@ class Watch:
             os._exit(1)
 
     def disconnect(self) -> None:
-        """Leave in peace, as ``shutdown()`` does."""
+        """Leave in peace, as ``shutdown()`` does, once all others leave too.
+
+        Who initialised again while another rank still clears up could meet what that rank leaves behind.
+        """
         self.raised = False
         atexit.unregister(self.close)
+        if self._line is not None and not self._closed.is_set():
+            self._line.send({"left": self.rank})
+            end = time.monotonic() + _PART_SECONDS
+            while len(self.left) < self.size - 1 and self.failure is None and time.monotonic() < end:
+                time.sleep(0.002)
         self.close()
 
 
