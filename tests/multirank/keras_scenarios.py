@@ -554,7 +554,7 @@ def keras_run(optimizer, codec, window):
         layer.bias.assign(bias)
     make = {
         "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
-        "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-8),
+        "adam": lambda: keras.optimizers.Adam(0.01, epsilon=parity.EPSILON),
     }[optimizer]
     opt = hvdplus.wrap(make(), model=model, strategy=codec, accumulate=int(window), min_compress=0)
     model.compile(opt, "mse")

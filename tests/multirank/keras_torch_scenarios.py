@@ -27,7 +27,7 @@ def torch_run(optimizer, codec, window):
             layer.bias.copy_(torch.tensor(bias))
     make = {
         "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
-        "adam": lambda p: torch.optim.Adam(p, 0.01, eps=1e-8),
+        "adam": lambda p: torch.optim.Adam(p, 0.01, eps=parity.EPSILON),
     }[optimizer]
     opt = hvdplus.wrap(make(model.parameters()), model=model, strategy=codec, accumulate=window, min_compress=0)
     x, y = (torch.tensor(part) for part in parity.data(size, window))
