@@ -68,6 +68,13 @@ class Collectives(Protocol[A]):
 
     rank: int
     size: int
+    label: str  # which group of ranks, the same on all of them
+
+    def own(self) -> Pending[Collectives[A]]:
+        """Ask for the same group for one user alone, whose requests can then not meet anybody else's.
+
+        All ranks call this together.
+        """
 
     def start(self, request: Request[A], name: str) -> Pending[A]:
         """Send ``request`` on its way under ``name``, which is the same on all ranks and unique in flight."""
@@ -96,6 +103,11 @@ class LocalCollectives:
 
     rank = 0
     size = 1
+    label = "alone"
+
+    def own(self) -> Pending[LocalCollectives]:
+        """Return itself."""
+        return Ready(self)
 
     def start(self, request: Request[Any], name: str) -> Pending[Any]:
         """Answer ``request`` at once."""

@@ -30,12 +30,29 @@ class _Flying:
         return self.answer
 
 
+@dataclass
+class _Making:
+    """A communicator on its way: it is there when all ranks have asked for it."""
+
+    request: Any
+    collectives: MpiCollectives
+
+    def done(self) -> bool:
+        """Test."""
+        return bool(self.request.Test())
+
+    def result(self) -> MpiCollectives:
+        """Wait."""
+        self.request.Wait()
+        return self.collectives
+
+
 class MpiCollectives:
     """One MPI communicator. MPI matches collectives by order, so all ranks start the same ones in the same order."""
 
-    def __init__(self, comm: Any = None) -> None:
-        world = _mpi().COMM_WORLD if comm is None else comm
-        self._comm = world.Dup()  # the user's own messages cannot meet ours
+    def __init__(self, comm: Any = None, label: str = "world") -> None:
+        self._comm = _mpi().COMM_WORLD.Dup() if comm is None else comm  # the user's own messages cannot meet ours
+        self.label = label
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
 
@@ -60,15 +77,10 @@ class MpiCollectives:
         answer = np.empty(value.shape[1:], value.dtype)
         return _Flying(self._comm.Ireduce_scatter_block(_scaled(value, request.scale), answer), answer, value)
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self._comm.Barrier()
-
-    def split(self, ranks: list[int]) -> MpiCollectives | None:
-        """Return the collectives among ``ranks`` alone; all ranks call this, those outside get None."""
-        colour = 0 if self.rank in ranks else _mpi().UNDEFINED
-        comm = self._comm.Split(colour, self.rank)
-        return MpiCollectives(comm) if self.rank in ranks else None
+    def own(self) -> Pending[MpiCollectives]:
+        """Ask for the group on a communicator of its own."""
+        comm, request = self._comm.Idup()
+        return _Making(request, MpiCollectives(comm, self.label))
 
 
 def available() -> bool:

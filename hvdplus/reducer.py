@@ -226,7 +226,10 @@ class Reducer(Generic[A]):
         name = f"hvdplus.{self.scope}.{flight.bucket.index}.{flight.round}.{index}"
         self.stats.collectives += 1
         self.stats.bytes_sent += wire_bytes(request, self._arrays.nbytes(request.value), self._collectives.size)
-        return self._collectives.start(request, name)
+        try:
+            return self._collectives.start(request, name)
+        except Exception as error:
+            raise self._watch.translated(error) from error
 
     def _sample_error(self) -> None:
         """Note how far what was sent is from what was given, over all buckets that were sampled."""

@@ -51,7 +51,7 @@ class Session(Generic[A]):
     collectives: Collectives[A]
     watch: Watch
     cross: tuple[int, int] = (0, 1)
-    _calls: itertools.count[int] = field(default_factory=itertools.count)
+    _calls: dict[str, itertools.count[int]] = field(default_factory=dict)
     _met: bool = False
 
     def meet(self) -> None:
@@ -67,7 +67,7 @@ class Session(Generic[A]):
         among = collectives or self.collectives
         if among.size == 1:
             return [payload]
-        name = f"hvdplus.gather.{next(self._calls)}"
+        name = self._name("gather", among)
         lengths = self._all(np.array([len(payload)], np.int64), f"{name}.length", among).reshape(-1)
         padded = np.zeros(max(1, int(lengths.max())), np.uint8)
         padded[: len(payload)] = np.frombuffer(payload, np.uint8)
@@ -81,9 +81,14 @@ class Session(Generic[A]):
         if group.size == 1 or value.size == 0:
             return value
         raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8).copy()
-        pending = group.start(Broadcast(self.framework.lend(raw), root), f"hvdplus.copy.{next(self._calls)}")
+        pending = group.start(Broadcast(self.framework.lend(raw), root), self._name("copy", group))
         answer = self.framework.read(self.watch.wait(pending))
         return np.ascontiguousarray(answer).view(value.dtype).reshape(value.shape)
+
+    def _name(self, kind: str, group: Collectives[A]) -> str:
+        """Return the next name for a group: ranks outside it do not count along."""
+        calls = self._calls.setdefault(group.label, itertools.count())
+        return f"hvdplus.{kind}.{group.label}.{next(calls)}"
 
     def _all(self, value: NumPyArray, name: str, among: Collectives[A]) -> NumPyArray:
         pending = among.start(AllGather(self.framework.lend(value)), name)

@@ -17,7 +17,17 @@ import numpy as np
 from hvdplus import codecs
 from hvdplus.arrays import Arrays, NumPyArray, NumPyArrays
 from hvdplus.codecs import Codec, Outcome, Site
-from hvdplus.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter, Request, wire_bytes
+from hvdplus.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Pending,
+    Ready,
+    ReduceScatter,
+    Request,
+    wire_bytes,
+)
 from hvdplus.errors import ExchangeError
 
 A = TypeVar("A")
@@ -281,7 +291,11 @@ class WireCollectives(Generic[A]):
     """One rank's end of a ``Wire``: a ``hvdplus.collectives.Collectives``."""
 
     def __init__(self, wire: Wire[A], rank: int) -> None:
-        self.wire, self.rank, self.size = wire, rank, wire.size
+        self.wire, self.rank, self.size, self.label = wire, rank, wire.size, "wire"
+
+    def own(self) -> Pending[WireCollectives[A]]:
+        """Return itself."""
+        return Ready(self)
 
     def start(self, request: Request[A], name: str) -> _Waiting[A]:
         """Post ``request``."""

@@ -57,6 +57,7 @@ class Position:
     step: int = 0
     what: str = "before the first exchange"
     since: float = 0.0
+    waiting: bool = False
 
 
 class Watch:
@@ -92,12 +93,17 @@ class Watch:
             ExchangeError: another rank failed or left, or nothing came within ``HVDPLUS_TIMEOUT`` seconds; it names
                 the ranks, their hosts, the step and the bucket.
         """
-        if not pending.done():
-            self._poll(pending)
+        self.position.waiting = True
         try:
+            if not pending.done():
+                self._poll(pending)
             return pending.result()
+        except ExchangeError:
+            raise
         except Exception as error:
-            raise self._translated(error) from error
+            raise self.translated(error) from error
+        finally:
+            self.position.waiting = False
 
     def _poll(self, pending: Pending[Any]) -> None:
         begin = time.monotonic()
@@ -119,7 +125,7 @@ class Watch:
             if now > end_at:
                 raise self._error(f"nothing came within HVDPLUS_TIMEOUT={self.limit:g} s: {self.explain()}")
 
-    def _translated(self, error: Exception) -> Exception:
+    def translated(self, error: Exception) -> ExchangeError:
         """Turn an engine's own complaint into ours, once the cause has had time to arrive."""
         end = time.monotonic() + _ANSWER_SECONDS
         while self.failure is None and not self.left and time.monotonic() < end and self._line is not None:
@@ -134,7 +140,7 @@ class Watch:
         if like is not None and not isinstance(like, ExchangeError):
             # Frameworks catch their engine's own class (Horovod Elastic does), so the error is both.
             with contextlib.suppress(TypeError):
-                kind = type("ExchangeError", (ExchangeError, type(like)), {})
+                kind = type("ExchangeError", (ExchangeError, type(like)), {"__module__": ExchangeError.__module__})
         self.echo = kind(message)
         return self.echo
 
@@ -144,8 +150,8 @@ class Watch:
     def _who_left(self) -> str:
         ranks = ", ".join(self._name(rank) for rank in sorted(self.left))
         return (
-            f"{ranks} has ended its program and will not come; give every rank the same number of batches, or end them "
-            f"together (Horovod's join())"
+            f"{ranks} has ended its program and will not come; if nothing failed there, give every rank the same "
+            f"number of batches, or end them together (Horovod's join())"
         )
 
     def _name(self, rank: int) -> str:
@@ -170,7 +176,8 @@ class Watch:
         status = self._statuses.get(rank)
         if status is None:
             return f"{self._name(rank)} does not answer (stopped, or cut off)"
-        if (status["step"], status["what"]) == (self.position.step, self.position.what):
+        here = (self.position.step, self.position.what)
+        if status["waiting"] and (status["step"], status["what"]) == here:
             return ""
         return (
             f"{self._name(rank)} has not arrived: it is at step {status['step']}, {status['what']} "
@@ -231,6 +238,7 @@ class Watch:
             "rank": self.rank,
             "step": here.step,
             "what": here.what,
+            "waiting": here.waiting,
             "seconds": time.monotonic() - here.since,
             "line": _main_thread_line(),
         }
@@ -288,6 +296,9 @@ class Watch:
 
         Who initialised again while another rank still clears up could meet what that rank leaves behind.
         """
+        kind, error, trace = sys.exc_info()
+        if kind is not None and error is not None and not isinstance(error, SystemExit):
+            self.fail(kind, error, trace)  # shutdown() in a `finally:` of a program that fails
         self.raised = False
         atexit.unregister(self.close)
         if self._line is not None and not self._closed.is_set():
@@ -448,11 +459,14 @@ def _addresses() -> list[str]:
     return [address for address in found if not address.startswith("127.")]
 
 
+_LIBRARIES = ("site-packages", f"{os.sep}lib{os.sep}python", f"{os.sep}hvdplus{os.sep}", f"{os.sep}hvdplus_")
+
+
 def _main_thread_line() -> str:
     """Return the innermost line of the main thread that is not library code, as ``file:line function``."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.extract_stack(frame) if frame else []
-    own = [f for f in frames if "site-packages" not in f.filename and f"{os.sep}lib{os.sep}python" not in f.filename]
+    own = [f for f in frames if not any(place in f.filename for place in _LIBRARIES)]
     return _short((own or frames)[-1]) if frames else "an unknown place"
 
 

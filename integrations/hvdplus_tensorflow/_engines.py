@@ -65,6 +65,11 @@ class HorovodCollectives:
         self._set = process_set or self._hvd.global_process_set
         self.rank: int = self._set.rank()
         self.size: int = self._set.size()
+        self.label = f"set{self._set.process_set_id}"
+
+    def own(self) -> Pending[HorovodCollectives]:
+        """Return itself: names tell its users apart."""
+        return Ready(self)
 
     def sums(self, value: Tensor, dtype: str) -> bool:
         """Horovod refuses bf16; its fp16 sum on a CPU is slow software that rounds at every step."""
@@ -134,11 +139,15 @@ class HostBridge:
 
     def __init__(self, inner: Collectives[NumPyArray]) -> None:
         self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
+        self.rank, self.size, self.label = inner.rank, inner.size, inner.label
         self.wait: Callable[[Pending[NumPyArray]], Any] = lambda pending: pending.result()
         self._flying: dict[int, Pending[NumPyArray]] = {}
         self._tickets = itertools.count()
         self._last: tuple[Any, Any] = (None, None)  # a graph, and its last op of ours
+
+    def own(self) -> Pending[HostBridge]:
+        """Return itself: a step's graph fixes the order of its exchanges."""
+        return Ready(self)
 
     def sums(self, value: Tensor, dtype: str) -> bool:
         """Ask the host engine, which decides by dtype."""

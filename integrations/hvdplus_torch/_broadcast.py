@@ -159,4 +159,5 @@ def checksum(value: Any, seed: int = 0) -> int:
         for entry in value:
             seed = checksum(entry, seed)
         return seed
-    return zlib.crc32(repr(getattr(value, "__qualname__", value)).encode(), seed)
+    text = repr(value)
+    return zlib.crc32((type(value).__qualname__ if " at 0x" in text else text).encode(), seed)

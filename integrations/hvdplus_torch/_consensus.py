@@ -32,12 +32,12 @@ class Consensus:
         self._optimizer, self._params, self._names = optimizer, params, names
         self._session, self._collectives, self._scope = session, collectives, scope
         self._alone = collectives.size == 1
-        self._compared = False
+        self.compared = self._alone  # the weights were compared
 
     def _gather(self, payload: bytes) -> list[bytes]:
         return self._session.gather(payload, self._collectives)
 
-    def agree(self, plan: Plan, strategy: Strategy, sums: bool, step: int) -> None:
+    def agree(self, plan: Plan, strategy: Strategy, sums: bool, check_every: int, step: int) -> None:
         """Compare plan and strategy.
 
         Raises:
@@ -46,13 +46,14 @@ class Consensus:
         owner = f"{type(self._optimizer).__name__}, wrapped as number {self._scope}"
         self._session.watch.at(step, f"the agreement of optimizer {self._scope}")
         hint = "all ranks must build the same model, optimizer and strategy in the same order"
-        agree(describe(plan, strategy, owner, sums), self._gather, hint)
+        items = [*describe(plan, strategy, owner, sums), ("HVDPLUS_CHECK_EVERY", str(check_every))]
+        agree(items, self._gather, hint)
 
     def weights_differ(self) -> bool:
         """Compare parameters and optimizer state, the first time it is asked; False ever after."""
-        if self._compared or self._alone:
+        if self.compared:
             return False
-        self._compared = True
+        self.compared = True
         mine = checksum([self._params, self._optimizer.state_dict()])
         if len(set(self._gather(str(mine).encode()))) == 1:
             return False

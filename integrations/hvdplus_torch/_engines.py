@@ -14,6 +14,7 @@ from hvdplus.collectives import (
     Broadcast,
     Collectives,
     Pending,
+    Ready,
     Request,
 )
 from hvdplus.world import MPI_LAUNCHERS, World
@@ -72,6 +73,11 @@ class HorovodCollectives:
         self._set = process_set or self._hvd.global_process_set
         self.rank: int = self._set.rank()
         self.size: int = self._set.size()
+        self.label = f"set{self._set.process_set_id}"
+
+    def own(self) -> Pending[HorovodCollectives]:
+        """Return itself: names tell its users apart."""
+        return Ready(self)
 
     def sums(self, value: torch.Tensor, dtype: str) -> bool:
         """Horovod refuses bf16; its fp16 sum on a CPU is slow software that rounds at every step."""
@@ -115,12 +121,31 @@ class _Lent:
         return torch.from_numpy(self.inner.result()).to(self.device)
 
 
+@dataclass
+class _Bridged:
+    """A host engine on its way."""
+
+    inner: Pending[Collectives[Any]]
+
+    def done(self) -> bool:
+        """Ask the host engine."""
+        return self.inner.done()
+
+    def result(self) -> HostBridge:
+        """Wait, and build the bridge."""
+        return HostBridge(self.inner.result())
+
+
 class HostBridge:
     """A host engine for tensors: CPU tensors lend their memory, device tensors are copied."""
 
     def __init__(self, inner: Collectives[Any]) -> None:
         self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
+        self.rank, self.size, self.label = inner.rank, inner.size, inner.label
+
+    def own(self) -> Pending[HostBridge]:
+        """Ask the host engine."""
+        return _Bridged(self.inner.own())
 
     def sums(self, value: torch.Tensor, dtype: str) -> bool:
         """Ask the host engine."""

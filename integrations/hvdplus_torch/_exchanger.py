@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,10 +20,13 @@ from hvdplus.strategy import Strategy
 from hvdplus_torch._arrays import TorchArrays
 from hvdplus_torch._consensus import Consensus
 from hvdplus_torch._hooks import Hooks, in_reentrant_checkpoint
-from hvdplus_torch._layout import Layout, check_shape, lay_out
+from hvdplus_torch._layout import NOTES, Layout, check_shape, lay_out
 from hvdplus_torch._scaler import ScalerGuard
 from hvdplus_torch._session import Session
 
+log = logging.getLogger("hvdplus")
+
+_NOTED = 8  # counts travel modulo this, so that halves hold them exactly
 _KEPT_LAYOUTS = 2  # two parts of a model that are frozen in turn need no new buffers each time
 
 
@@ -49,16 +53,18 @@ class Exchanger:
         strategy: Strategy,
         session: Session,
         collectives: Collectives[torch.Tensor],
-        scope: str,
+        wire: Collectives[torch.Tensor],
+        order: int,
         sum_passes: bool,
     ) -> None:
-        self.optimizer, self.strategy = optimizer, strategy
-        self.session, self.collectives, self.scope = session, collectives, scope
+        self.optimizer, self.strategy, self.order, self.scope = optimizer, strategy, order, str(order)
+        self.session, self.collectives, self._wire = session, collectives, wire
         self.window, self.stats = Window(strategy.accumulate), Stats()
         self.updates, self.updated = 0, False
+        self.loads = 0  # calls of load_state_dict()
         self._params: list[torch.nn.Parameter] = []
         self._names, self._sum_passes = names, sum_passes
-        self.consensus = Consensus(optimizer, self._params, names, session, collectives, scope)
+        self.consensus = Consensus(optimizer, self._params, names, session, collectives, self.scope)
         self._scaler = ScalerGuard(optimizer)
         self._hooks = Hooks(self, early=strategy.accumulate > 1)
         self._alone = collectives.size == 1 and strategy.accumulate == 1  # the plain optimizer: no hook, no copy
@@ -75,6 +81,10 @@ class Exchanger:
         self._zeroed = True  # zero_grad() came after the last backward
         self._paused = False  # set by no_sync()
         self._root_only = False  # rank 0's gradient makes this step
+        self._unfinished = False  # a backward pass was opened and has not ended
+        self._before: tuple[int, torch.Tensor] | None = None  # a mean before autograd adds to it
+        self._thrown = 0  # micro-batches thrown away since the last update
+        self._warned = False
         self.adopt()
 
     # -- parameters -------------------------------------------------------------------------------------------
@@ -85,6 +95,12 @@ class Exchanger:
         for g, group in enumerate(self.optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if id(p) not in known:
+                    if self.window.full and p.grad is not None:
+                        raise StrategyError(
+                            f"add_param_group came between backward() and step() with a parameter of shape "
+                            f"{tuple(p.shape)} that has a gradient of this rank alone; add it after step() or before "
+                            f"backward()."
+                        )
                     check_shape(self._names.setdefault(id(p), f"group{g}.param{i}"), p)
                     self._params.append(p)
         if not self._alone:
@@ -108,9 +124,10 @@ class Exchanger:
     # -- backward ---------------------------------------------------------------------------------------------
 
     def arriving(self, index: int) -> None:
-        """Open a micro-batch at the first sign of a backward pass, before autograd adds to what is there."""
-        if not self._paused and not self._hooks.running:
-            self._begin(index)
+        """Keep the mean that autograd is about to add to: a window that goes on has to turn it into a sum first."""
+        if self.window.full and not self._paused and not self._hooks.running:
+            grad = self._params[index].grad
+            self._before = (index, grad.clone()) if grad is not None and self._is_view(index, grad) else None
 
     def arrived(self, index: int, p: torch.nn.Parameter) -> None:
         """Take in one parameter's gradient, which autograd has just finished; send its bucket if that is full."""
@@ -139,8 +156,11 @@ class Exchanger:
                 f"use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
         grad = self._params[index].grad
+        self._open(carried=grad is not None and self._is_view(index, grad))
+
+    def _is_view(self, index: int, grad: torch.Tensor) -> bool:
         views = self._current.layout.views if self._current else []
-        self._open(carried=grad is not None and index < len(views) and grad is views[index])
+        return index < len(views) and grad is views[index]
 
     def _open(self, carried: bool) -> None:
         """Prepare for one more micro-batch. ``carried``: the last window's mean is still there, to be added to."""
@@ -150,13 +170,26 @@ class Exchanger:
                 f"{self._reducer.started} bucket(s) were sent to the other ranks; this job cannot go on, restart it "
                 f"from a checkpoint."
             )
+        if self._unfinished:
+            self._recover()
         if self.window.full:
             self._reopen(carried)
         self._choose_layout()
+        self._unfinished = True
         self._closing = self.window.closing
         self._zeroed = False
         if self._closing:
             self._prepare_to_send(1.0 / (self.window.count + 1))
+
+    def _recover(self) -> None:
+        """Forget what a backward that failed has left, where that can be told from what earlier ones have."""
+        if self.window.count % self.window.length:
+            raise ExchangeError(
+                f"rank {self.session.world.rank}: a backward() failed after micro-batch {self.window.count} of "
+                f"accumulate={self.window.length}, and part of it is in the sum; throw the window away on all ranks "
+                f"with optimizer.zero_grad() before the next backward()."
+            )
+        self._have = [False] * len(self._params)
 
     def _reopen(self, carried: bool) -> None:
         """Go on from a full window that had no step: add to it, or drop what was thrown away."""
@@ -166,19 +199,43 @@ class Exchanger:
             self.window.restart()
             self._reducer.commit()
         elif not self._sums:
-            # The mean of n becomes their sum again; it is the same on all ranks, so its mean over ranks is itself.
-            for buffer in self._layout.buffers:
-                buffer.mul_(self.window.count)
+            self._unaverage()
+
+    def _unaverage(self) -> None:
+        """Turn a mean of n back into a sum; it is the same on all ranks, so its mean over ranks is itself."""
+        assert self._before is not None  # `arriving` came before the gradient that opened this micro-batch
+        index, mean = self._before
+        view = self._layout.views[index]
+        late = view - mean  # what autograd has added already
+        view.copy_(mean)
+        for buffer in self._layout.buffers:
+            buffer.mul_(self.window.count)
+        view.add_(late)
+        self._before = None
 
     def _prepare_to_send(self, factor: float) -> None:
         self._factor = 1.0 if self._sums else factor
         self._missing = [len(bucket.members) for bucket in self._layout.plan.buckets]
-        self._root_only = self.consensus.weights_differ()
+
+    def _compare(self) -> None:
+        """Make the comparisons that are due: plan and strategy when they are new, the weights before they first count.
+
+        Never in the middle of a backward: the order in which it reaches several optimizers may differ between ranks.
+        """
+        if not self._agreed:
+            self._agreed = True
+            plan, step = self._layout.plan, self.stats.steps
+            self.consensus.agree(plan, self.strategy, self._sums, self._check_every, step)
 
     def _take(self, index: int, p: torch.nn.Parameter) -> None:
         """Move one gradient into its bucket."""
         view, grad = self._layout.views[index], p.grad
         if grad is not None and grad is not view:
+            if grad.dtype != view.dtype or grad.device != view.device:
+                raise StrategyError(
+                    f"parameter {self._names[id(p)]!r} is {grad.dtype} on {grad.device} now and was {view.dtype} on "
+                    f"{view.device} when its exchange was planned; convert the model before wrapping the optimizer."
+                )
             dense = grad.to_dense() if grad.is_sparse else grad
             if self._have[index]:
                 view.add_(dense)
@@ -188,6 +245,8 @@ class Exchanger:
 
     def _send_full(self) -> None:
         """Send the buckets whose turn it is and that are full; the last one waits for the usage flags."""
+        if not (self._agreed and self.consensus.compared):
+            return
         while (n := self._reducer.started) < len(self._missing) - 1 and self._missing[n] == 0:
             self._send()
 
@@ -196,40 +255,56 @@ class Exchanger:
         buffer, factor = self._layout.buffers[self._reducer.started], self._factor
         if self._root_only:  # the other ranks' gradients were taken at other weights
             factor *= self.collectives.size if self.collectives.rank == 0 else 0
+        numbers = buffer[:-NOTES] if self._reducer.started == len(self._layout.buffers) - 1 else buffer
         if factor == 0.0:
-            buffer.zero_()  # a product would keep a NaN
+            numbers.zero_()  # a product would keep a NaN
         elif factor != 1.0:
-            buffer.mul_(factor)
+            numbers.mul_(factor)
         self._reducer.start(buffer)
 
     @torch.no_grad()
-    def end(self) -> None:
-        """Close one micro-batch; after the window's last one, wait for all buckets."""
+    def ending(self) -> None:
+        """Close one micro-batch; after the window's last one, send what is left."""
         self._hooks.close()
+        self._unfinished = False
         self.window.add()
+        self._compare()
         if self._closing:
-            self._exchange()
+            self._send_rest()
         else:
             self._scaler.block()
 
-    def _exchange(self) -> None:
-        """Send what is left, wait for everything, and leave the means in ``p.grad``."""
+    @torch.no_grad()
+    def end(self) -> None:
+        """After the window's last micro-batch, wait for its means."""
+        if self._closing:
+            self._receive()
+
+    def _send_rest(self) -> None:
         self._scaler.unblock()
-        if not self._layout.plan.buckets:
-            return
-        self._fill_in()
+        self._root_only = self.consensus.weights_differ()
+        if self._layout.plan.buckets:
+            self._fill_in()
         while self._reducer.started < len(self._layout.buffers):
             self._send()
+
+    def _receive(self) -> None:
+        """Wait for all buckets, and leave the means in ``p.grad``."""
+        if not self._layout.plan.buckets:
+            return
         for buffer, mean in zip(self._layout.buffers, self._reducer.finish(), strict=True):
             if mean.data_ptr() != buffer.data_ptr():
                 buffer.copy_(mean)
         if self._root_only:
             self._root_only = False
             self.consensus.copy_from_root()
+        else:
+            self._read_notes()
         self._hand_out()
 
     def _fill_in(self) -> None:
         """Let parameters that this rank did not use count as zeros, and note which were used."""
+        self._layout.notes.copy_(torch.tensor(self._notes()))
         if all(self._have):
             self._layout.flags.fill_(1.0)
             return
@@ -242,6 +317,30 @@ class Exchanger:
                 self._take(index, p)  # set by hand
         used = [float(have or p.grad is not None) for have, p in zip(self._have, self._params, strict=True)]
         self._layout.flags.copy_(torch.tensor(used))
+
+    def _notes(self) -> list[float]:
+        """What travels behind the usage flags: this rank is there; its updates and loads, which must be the others'."""
+        return [1.0, float(self.updates % _NOTED), float(self.loads % _NOTED)]
+
+    def _read_notes(self) -> None:
+        """Compare the counts with the mean of all ranks'.
+
+        Raises:
+            ExchangeError: a rank has made another number of updates, or loaded another state.
+        """
+        size, notes = self.collectives.size, self._layout.notes
+        factor = size if self.strategy.op == "sum" else 1
+        tolerance = max(0.5 / size, 4 * _NOTED * torch.finfo(notes.dtype).eps)
+        present, *means = (note / factor for note in notes.tolist())
+        if not present > 1 - 0.5 / size:  # a rank has joined
+            return
+        for mean, mine, what in zip(means, self._notes()[1:], ("updates", "loads of optimizer state"), strict=True):
+            if abs(mean - mine) > tolerance:
+                raise ExchangeError(
+                    f"rank {self.session.world.rank} has made {mine:g} {what} and the mean over ranks is {mean:g} "
+                    f"(modulo {_NOTED}), so some ranks have skipped or repeated one; call step(), zero_grad() and "
+                    f"load_state_dict() alike on all ranks."
+                )
 
     def _hand_out(self) -> None:
         """Make every gradient a view into its bucket; none where no rank used the parameter."""
@@ -278,12 +377,11 @@ class Exchanger:
         flags = tuple([p.requires_grad for p in self._params])
         if self._current is None or flags != self._flags or not self._built:
             self._switch_layout(flags)
-        elif not self._agreed:
-            self._agree(self._layout)
 
     def _switch_layout(self, flags: tuple[bool, ...]) -> None:
         before, self._flags = self._current, flags
         if flags not in self._built:
+            self._agreed = False
             self._built[flags] = self._build(flags)
             while len(self._built) > _KEPT_LAYOUTS:
                 del self._built[next(iter(self._built))]
@@ -297,18 +395,14 @@ class Exchanger:
     def _build(self, flags: tuple[bool, ...]) -> _Built:
         trained = [p if flag else _nothing(p) for p, flag in zip(self._params, flags, strict=True)]
         layout = lay_out(list(self.named().values()), trained, self.strategy)
-        self._agree(layout)
         arrays = TorchArrays(layout.buffers[0].device if layout.buffers else "cpu")
         scope, watch = f"{self.scope}.{next(self._layouts)}", self.session.watch
-        return _Built(layout, Reducer(layout.plan, self.strategy, self.collectives, arrays, watch, scope, self.stats))
-
-    def _agree(self, layout: Layout) -> None:
-        self._agreed = True
-        self.consensus.agree(layout.plan, self.strategy, self._sums, self.stats.steps)
+        return _Built(layout, Reducer(layout.plan, self.strategy, self._wire, arrays, watch, scope, self.stats))
 
     def agree_now(self) -> None:
         """Compare with all ranks before anything else is exchanged."""
         self._choose_layout()
+        self._compare()
 
     # -- step and zero_grad -----------------------------------------------------------------------------------
 
@@ -325,8 +419,9 @@ class Exchanger:
             return base()
         if self._repeats():
             return base()
-        if self.window.since_step == 0 and not self.window.full:
+        if self._is_behind():
             self._empty_backward()
+            self._warn_of_late_gradients()
         self._scaler.refuse(self.window)
         self.updated = self.window.step()
         if not self.updated:
@@ -344,8 +439,27 @@ class Exchanger:
             self._reducer.commit()
         self.window.restart()
         self.updates += 1
+        self._thrown = 0
         if self.updates == 1 or (self._check_every and self.updates % self._check_every == 0):
             self.consensus.verify(self.stats.steps, self.updates)
+
+    def synchronize(self) -> None:
+        """Take part in the exchange here, where this rank had no backward; nothing otherwise."""
+        if not self._alone and not self._repeats() and self._is_behind():
+            self._empty_backward()
+
+    def _is_behind(self) -> bool:
+        """Whether this rank had no backward since the last step."""
+        return self.window.since_step == 0 and not self.window.full
+
+    def _warn_of_late_gradients(self) -> None:
+        if not self._warned and self.collectives.size > 1 and any(p.grad is not None for p in self._params):
+            self._warned = True
+            log.warning(
+                "rank %d had no gradient of its own and gets the other ranks' inside step(), too late for clipping; "
+                "call optimizer.synchronize() after the place of backward() if you clip.",
+                self.session.world.rank,
+            )
 
     def _repeats(self) -> bool:
         """Whether this is a second ``step()`` on gradients that were exchanged already."""
@@ -359,17 +473,27 @@ class Exchanger:
             if not self._closing and p.grad is not None and self._layout.bucket_of[index] is not None:
                 self._take(index, p)
                 p.grad = None
+        self.ending()
         self.end()
 
     def zero_grad(self) -> None:
         """Note a call of ``zero_grad()``: gradients that no ``step()`` has seen are thrown away."""
-        if self.window.since_step > 0:
+        if self.window.since_step > 0 or self._unfinished:
+            self._thrown += self.window.since_step
             self.discard()
         self._zeroed = True
+        if self._thrown > 2 * self.window.length > 2 and not self._warned:
+            self._warned = True
+            log.warning(
+                "rank %d: zero_grad() has thrown away %d micro-batches since the last update, because no step() came "
+                "between; call step() after every backward(), or zero_grad() only after step().",
+                self.session.world.rank, self._thrown,
+            )  # fmt: skip
 
     def discard(self) -> None:
         """Throw the current window away; it leaves no trace."""
         self.window.restart()
+        self._unfinished = False
         self._have = [False] * len(self._params)
         if self._current is not None:
             self._reducer.rollback()
@@ -384,12 +508,17 @@ class Exchanger:
         if self.ready:
             return True
         self._choose_layout()
+        self._compare()
         counts = self.session.gather(str(self.window.count).encode(), self.collectives)
         total = sum(int(count) for count in counts)
         if total == 0:
             return False
+        if self.window.count == 0:  # what is left in p.grad belongs to the last update
+            for p in self._params:
+                p.grad = None
         self._prepare_to_send(self.collectives.size / total)
-        self._exchange()
+        self._send_rest()
+        self._receive()
         self.window.close()
         return True
 

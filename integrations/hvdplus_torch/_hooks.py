@@ -14,7 +14,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Listener(Protocol):
-    """Whoever is told. Hooks hold it weakly: an optimizer that is dropped is collected, and its hooks fall silent."""
+    """Whoever is told, in its ``order`` among others.
+
+    Hooks hold it weakly: an optimizer that is dropped is collected, and its hooks fall silent.
+    """
+
+    order: int
 
     def arriving(self, index: int) -> None:
         """Autograd is about to add to this parameter's gradient."""
@@ -22,8 +27,11 @@ class Listener(Protocol):
     def arrived(self, index: int, p: torch.nn.Parameter) -> None:
         """This parameter's gradient of this backward pass is complete."""
 
+    def ending(self) -> None:
+        """The backward pass is over: send what is to be sent."""
+
     def end(self) -> None:
-        """The backward pass is over."""
+        """Wait for what was sent."""
 
 
 # The hooks that serve a parameter: those of the newest optimizer that was wrapped around it.
@@ -37,7 +45,7 @@ class Hooks:
         self.early = early
         self._listener = weakref.ref(listener)
         self._handles: list[list[Any]] = []
-        self._ending: Callable[[], object] = lambda: None
+        self._ending: Callable[[], object] = _nothing
 
     def extend(self, params: list[torch.nn.Parameter]) -> None:
         """Hook the parameters that have none yet; ``params`` only ever grows."""
@@ -72,26 +80,46 @@ class Hooks:
         return self._ending() is not None
 
     def open(self) -> None:
-        """Have ``end`` called when the backward pass that runs now is over."""
-        end = _End(self._listener)
+        """Have the listener told when the backward pass that runs now is over."""
+        global _running
+        end = _running()
+        if end is None:
+            end = _End()
+            _running = weakref.ref(end)
+            Variable._execution_engine.queue_callback(end)
+        end.listeners.append(self._listener)
         self._ending = weakref.ref(end)
-        Variable._execution_engine.queue_callback(end)
 
     def close(self) -> None:
         """Note that it is over."""
-        self._ending = lambda: None
+        self._ending = _nothing
+
+
+def _nothing() -> None:
+    return None
 
 
 class _End:
-    """The end of one backward pass; autograd alone keeps it alive, so a backward that failed is noticed."""
+    """The end of one backward pass; autograd alone keeps it alive, so a backward that failed is noticed.
 
-    def __init__(self, listener: weakref.ref[Listener]) -> None:
-        self._listener = listener
+    Of several optimizers all send before any waits, and they wait in the order in which they were wrapped: the order in
+    which autograd reached them may differ between ranks.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[weakref.ref[Listener]] = []
 
     def __call__(self) -> None:
-        alive = self._listener()
-        if alive is not None:
-            alive.end()
+        global _running
+        _running = _nothing
+        alive = sorted(filter(None, (listener() for listener in self.listeners)), key=lambda one: one.order)
+        for one in alive:
+            one.ending()
+        for one in alive:
+            one.end()
+
+
+_running: Callable[[], _End | None] = _nothing
 
 
 def _arrived(listener: weakref.ref[Listener], index: int, p: torch.nn.Parameter) -> None:

@@ -14,6 +14,9 @@ from hvdplus_torch._arrays import dtype_name
 _EXCHANGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
+NOTES = 3  # numbers that travel behind the usage flags
+
+
 class Layout:
     """Buffers, views and the place of every parameter, for the parameters at ``indices``."""
 
@@ -31,9 +34,13 @@ class Layout:
 
     @property
     def flags(self) -> torch.Tensor:
-        """The usage flags, one a parameter, at the end of the last bucket."""
-        last = self.plan.buckets[-1]
-        return self.buffers[-1][last.flags_offset :]
+        """The usage flags, one a parameter, near the end of the last bucket."""
+        return self.buffers[-1][self.plan.buckets[-1].flags_offset : -NOTES]
+
+    @property
+    def notes(self) -> torch.Tensor:
+        """The notes behind them."""
+        return self.buffers[-1][-NOTES:]
 
 
 def places(params: Sequence[torch.nn.Parameter]) -> list[str]:
@@ -51,6 +58,8 @@ def check_shape(name: str, p: torch.nn.Parameter) -> None:
     Raises:
         StrategyError: it has no shape yet.
     """
+    if p.is_meta:
+        raise StrategyError(f"parameter {name!r} is on the meta device; give the model its weights before wrapping.")
     if torch.nn.parameter.is_lazy(p):
         raise StrategyError(
             f"parameter {name!r} is not initialised; run one forward pass of the model before wrapping."
@@ -75,7 +84,7 @@ def describe(name: str, p: torch.nn.Parameter, place: str) -> Parameter:
 def lay_out(names: Sequence[str], params: Sequence[torch.nn.Parameter], strategy: Strategy) -> Layout:
     """Plan and lay out the parameters, which are in the order of registration."""
     described = [describe(*entry) for entry in zip(names, params, places(params), strict=True)]
-    return Layout(plan(described, strategy), params)
+    return Layout(plan(described, strategy, NOTES), params)
 
 
 def _buffer(bucket: Bucket, device: torch.device) -> torch.Tensor:

@@ -193,13 +193,18 @@ def _wrap(
     sum_passes: bool = False,
 ) -> O:
     _check_optimizer(optimizer, strategy)
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise StrategyError(f"model={model!r} is a {type(model).__name__}, not a torch.nn.Module; pass the model.")
     _session.init()
     session = _session.session()
     names = _names(optimizer, model, named_parameters)
     collectives = _group(session, process_set)
     if collectives.size == 1:  # one rank is the plain optimizer: nothing is encoded
         strategy = Strategy.of(strategy, codec="exact", overrides={})
-    exchanger = Exchanger(optimizer, names, strategy, session, collectives, str(next(_SCOPES)), sum_passes)
+    order = next(_SCOPES)
+    session.watch.at(0, f"the wrapping of optimizer {order}")
+    wire = session.watch.wait(collectives.own())
+    exchanger = Exchanger(optimizer, names, strategy, session, collectives, wire, order, sum_passes)
     _replace_methods(optimizer, exchanger)
     optimizer.hvdplus = Attachment(exchanger)  # type: ignore[attr-defined]
     if model is not None and collectives.size > 1:
@@ -250,6 +255,8 @@ def _names(
     """
     if named_parameters is None:
         return {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    if not isinstance(named_parameters, Iterable):
+        raise StrategyError(f"named_parameters={named_parameters!r} must be pairs; pass model.named_parameters().")
     pairs = list(named_parameters)
     if any(not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)) for pair in pairs):
         raise StrategyError("named_parameters must be (name, parameter) pairs; pass model.named_parameters().")
@@ -281,22 +288,22 @@ def _replace_methods(optimizer: torch.optim.Optimizer, exchanger: Exchanger) -> 
     reevaluates = _reevaluates(optimizer)
 
     @functools.wraps(base_step)
-    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         if reevaluates:
-            result = base_step(_agreeing(closure, exchanger))
+            result = base_step(_agreeing(closure, exchanger), *args, **kwargs)
             exchanger.finish_update()
             return result
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        exchanger.step(base_step)
+        if closure is None:
+            return exchanger.step(functools.partial(base_step, *args, **kwargs) if args or kwargs else base_step)
+        with torch.enable_grad():
+            loss = closure()
+        exchanger.step(functools.partial(base_step, None, *args, **kwargs))
         return loss
 
     @functools.wraps(base_zero)
-    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         exchanger.zero_grad()
-        base_zero(set_to_none=set_to_none)
+        base_zero(*args, **kwargs)
 
     @functools.wraps(base_add)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
@@ -306,12 +313,13 @@ def _replace_methods(optimizer: torch.optim.Optimizer, exchanger: Exchanger) -> 
     @functools.wraps(base_load)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
         base_load(state_dict)
+        exchanger.loads += 1
         exchanger.discard()
 
     for method in (step, zero_grad, add_param_group, load_state_dict):
         setattr(optimizer, method.__name__, types.MethodType(method, optimizer))
-    # Horovod's ritual around clipping; gradients are averaged when backward returns, so both have nothing to do.
-    optimizer.synchronize = lambda: None  # type: ignore[attr-defined]
+    # Horovod's ritual around clipping; gradients are averaged when backward returns, so it rarely has work to do.
+    optimizer.synchronize = exchanger.synchronize  # type: ignore[attr-defined]
     optimizer.skip_synchronize = contextlib.nullcontext  # type: ignore[attr-defined]
 
 

@@ -12,7 +12,7 @@ HOST = r"rank 1 \(\S+\)"
 CASES = {
     "raise": rf"{HOST} failed at step 3, outside an exchange in failing.py:\d+ load_batch: ValueError: boom: "
     r"no such file",
-    "exit": rf"{HOST} has ended its program and will not come; give every rank the same number of batches",
+    "exit": rf"{HOST} has ended its program and will not come; if nothing failed there, give every rank",
     "sleep": rf"nothing came within HVDPLUS_TIMEOUT=4 s: {HOST} has not arrived: it is at step 3, outside an exchange "
     r"since \d+ s, in failing.py:\d+ load_batch",
     "kill": rf"{HOST} died: its connection closed without a word",

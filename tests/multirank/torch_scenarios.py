@@ -735,8 +735,8 @@ def scenario_activation_checkpointing():
 
 
 def scenario_a_backward_that_fails_can_be_tried_again():
-    model = net()
-    opt = hvdplus.wrap(momentum(model.parameters()), model=model)
+    model, alone = net(), net()
+    opt, reference = hvdplus.wrap(momentum(model.parameters()), model=model), momentum(alone.parameters())
     trap = {"on": True}
 
     def explode(grad):
@@ -752,7 +752,188 @@ def scenario_a_backward_that_fails_can_be_tried_again():
     opt.zero_grad()
     mse_loss(model(x), y).backward()
     opt.step()
+    mse_loss(alone(x), y).backward()
+    reference.step()
+    assert difference(model, alone) < 1e-6
     assert_equal_everywhere(model)
+
+
+def scenario_a_backward_that_fails_inside_a_window():
+    p, q = torch.nn.Parameter(torch.zeros(())), torch.nn.Parameter(torch.zeros(()))
+    opt = hvdplus.wrap(torch.optim.SGD([p, q], lr=1.0), accumulate=2)
+    (p + q).backward()
+    opt.step()
+    opt.zero_grad()
+    trap = q.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (p + q).backward()
+    trap.remove()
+    with pytest.raises(hvdplus.ExchangeError, match=r"failed after micro-batch 1 of accumulate=2.*zero_grad\(\)"):
+        (p + q).backward()
+    opt.zero_grad()
+    for _ in range(2):
+        (3 * p + q).backward()
+        opt.step()
+    assert (p.item(), q.item()) == (-3.0, -1.0)
+
+
+def scenario_gradients_that_are_only_looked_at():
+    """torch.autograd.grad is no micro-batch, as for a gradient penalty."""
+    for accumulate in (1, 2):
+        model, alone = net(), net()
+        opt = hvdplus.wrap(momentum(model.parameters()), model=model, accumulate=accumulate)
+        reference = momentum(alone.parameters())
+        for step in range(4):
+            x, y = batch(step, SIZE * accumulate * 2)
+            for i in range(accumulate):
+                mine = slice((i * SIZE + RANK) * 2, (i * SIZE + RANK) * 2 + 2)
+                loss = mse_loss(model(x[mine]), y[mine])
+                grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+                (loss + 0 * grads[0].sum()).backward()
+                opt.step()
+                opt.zero_grad()
+            mse_loss(alone(x), y).backward()
+            reference.step()
+            reference.zero_grad()
+        assert opt.hvdplus.stats()["steps"] == 4
+        assert difference(model, alone) < 1e-6
+
+
+def scenario_a_full_window_goes_on():
+    """Six passes in a window of four, in the classic form: the mean of six, whichever parameter comes first."""
+    model, alone = net(), net()
+    opt, reference = hvdplus.wrap(momentum(model.parameters()), model=model, accumulate=4), momentum(alone.parameters())
+    x, y = batch(0, SIZE * 12)
+    for i in range(6):
+        mine = slice((i * SIZE + RANK) * 2, (i * SIZE + RANK) * 2 + 2)
+        mse_loss(model(x[mine]), y[mine]).backward()
+        if i == 4:
+            torch.autograd.grad(model(x[mine]).sum(), list(model.parameters()))
+    opt.step()
+    mse_loss(alone(x), y).backward()
+    reference.step()
+    assert difference(model, alone) < 1e-6
+
+
+def scenario_two_optimizers_that_backward_reaches_in_any_order():
+    a, b = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    opt_a = hvdplus.wrap(torch.optim.SGD(a.parameters(), lr=0.1), model=a)
+    opt_b = hvdplus.wrap(torch.optim.SGD(b.parameters(), lr=0.1), model=b)
+    x = torch.ones(2, 4)
+    for step in range(3):
+        outer, inner = (a, b) if (RANK + step) % 2 == 0 else (b, a)
+        out = outer(inner(x)) if step < 2 or RANK else a(x)  # in the last step rank 0 does not reach b
+        local = torch.autograd.grad(out.sum(), [a.weight, b.weight], allow_unused=True, retain_graph=True)
+        out.sum().backward()
+        opt_a.synchronize()
+        opt_b.synchronize()
+        for p, g in zip((a.weight, b.weight), local, strict=True):
+            mine = torch.zeros(4, 4) if g is None else g
+            mean = sum(torch.from_numpy(other) for other in hvd.allgather_object(mine.numpy())) / SIZE
+            assert torch.allclose(p.grad, mean, atol=1e-6)
+        for opt in (opt_a, opt_b):
+            opt.step()
+            opt.zero_grad()
+    assert_equal_everywhere(torch.nn.ModuleList([a, b]))
+
+
+def scenario_a_rank_without_a_gradient_clips_alike():
+    model = net()
+    opt = hvdplus.wrap(momentum(model.parameters()), model=model)
+    x, y = batch(0, 4)
+    for step in range(3):
+        if step != 1 or RANK == 0:
+            mse_loss(model(x), y * 100).backward()
+        opt.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        opt.step()
+        opt.zero_grad()
+    assert_equal_everywhere(model)
+
+
+def scenario_a_skipped_step_is_noticed():
+    last = SIZE - 1
+
+    def skip(opt, loss):
+        loss().backward()
+        if last == RANK:
+            opt.zero_grad()  # this rank thinks the loss too high
+        else:
+            opt.step()
+            opt.zero_grad()
+
+    def load(opt, loss):
+        if RANK == 0:
+            opt.load_state_dict(opt.state_dict())
+
+    found = []
+    for fault in (skip, load):
+        model = net()
+        opt = hvdplus.wrap(momentum(model.parameters()), model=model)
+
+        def loss(model=model):
+            return mse_loss(model(batch(0, 2)[0]), batch(0, 2)[1])
+
+        loss().backward()
+        opt.step()
+        opt.zero_grad()
+        fault(opt, loss)
+        try:
+            loss().backward()
+        except hvdplus.ExchangeError as error:
+            found.append(str(error))
+    if SIZE == 2:
+        assert "updates and the mean over ranks is 1.5" in found[0]
+        assert "loads of optimizer state and the mean over ranks is 0.5" in found[1]
+    return found
+
+
+def scenario_flush_after_zero_grad_at_the_top():
+    p = torch.nn.Parameter(torch.zeros(()))
+    opt = hvdplus.wrap(torch.optim.SGD([p], lr=1.0), accumulate=2)
+    for i in range(2 + (RANK == 0)):
+        opt.zero_grad()
+        (p * (1.0 if i < 2 else 5.0)).backward()
+        opt.step()
+    opt.hvdplus.flush()
+    assert p.grad.item() == 5.0
+
+
+def scenario_optimizers_of_another_signature():
+    class Theirs(torch.optim.SGD):
+        def step(self, closure=None, *, extra=None):
+            super().step(closure)
+            return ("theirs", extra)
+
+        def zero_grad(self):
+            super().zero_grad()
+
+    model = net()
+    opt = hvdplus.wrap(Theirs(model.parameters(), lr=0.1), model=model)
+    mse_loss(model(batch(0, 2)[0]), batch(0, 2)[1]).backward()
+    assert opt.step(extra=3) == ("theirs", 3)
+    opt.zero_grad()
+    model.double()
+    with pytest.raises(hvdplus.StrategyError, match="convert the model before wrapping"):
+        mse_loss(model(batch(0, 2)[0].double()), batch(0, 2)[1].double()).backward()
+
+
+def scenario_process_sets():
+    if SIZE < 4 or not hasattr(hvd, "add_process_set"):
+        return
+    try:
+        pair = hvd.add_process_set([0, 1])
+    except (ValueError, hvdplus.LaunchError):  # no Horovod engine, or no dynamic process sets
+        return
+    p = torch.nn.Parameter(torch.zeros(2))
+    opt = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], process_set=pair)
+    for _ in range(2):
+        (p.sum() * (RANK + 1)).backward()
+        opt.step()
+        opt.zero_grad()
+    assert p[0].item() == -2 * (1.5 if RANK < 2 else RANK + 1)
+    assert hvd.allgather_object(RANK) == list(range(SIZE))
+    hvd.remove_process_set(pair)
 
 
 def scenario_compiled_models():
