@@ -18,7 +18,7 @@ from keras import ops
 from hvdplus.agreement import agree, describe
 from hvdplus.arrays import NumPyArray
 from hvdplus.collectives import Collectives
-from hvdplus.errors import StrategyError
+from hvdplus.errors import ExchangeError, StrategyError
 from hvdplus.plan import Member, Parameter, Plan, plan
 from hvdplus.session import Session
 from hvdplus.stats import Stats
@@ -82,6 +82,7 @@ class Exchanger:
         self._checked = False
         self._root_only = False
         self._weight = 1.0  # the last exchange's
+        self._traced_use: dict[int, bool] = {}  # by variable: whether this rank has a gradient, as traced into a graph
         self._followed = False  # since the last join, an update was made without some ranks' data
 
     # -- variables --------------------------------------------------------------------------------------------
@@ -290,6 +291,7 @@ class Exchanger:
         """
         means = self._per_data(means)
         wanted = [self._place(variable) for variable in variables]
+        self._traced_use = {} if self.backend.eager() else dict(zip(wanted, used or [], strict=True))
         if self.backend.eager():
             flags = self._tail(means)
             used = [bool(flags[index] != 0) for index in wanted]
@@ -346,7 +348,22 @@ class Exchanger:
         self.updated = True
         self.updates += 1
         self._followed |= self._weight < 1
+        self._check_use(tail[: len(self._variables)] / (unit * self._weight))
         return self._root_only or self.updates == 1 or bool(self.check_every and self.updates % self.check_every == 0)
+
+    def _check_use(self, shares: NumPyArray) -> None:
+        """Refuse a traced step in which some ranks have a gradient for a variable and others have None.
+
+        Raises:
+            ExchangeError: it is so; ranks without one would leave the variable alone, and the others not.
+        """
+        for index, mine in self._traced_use.items():
+            if (not mine and shares[index] > 0) or (mine and self.window == 1 and shares[index] < 1 - 1e-3):
+                raise ExchangeError(
+                    f"variable {_name(self._variables[index])!r} has {'a' if mine else 'no'} gradient on rank "
+                    f"{self.session.world.rank} and on {shares[index]:.0%} of all ranks in a traced step; use it on "
+                    f"all ranks (add 0 times it to the loss), or train with run_eagerly=True."
+                )
 
     def _held(self) -> bool:
         self.updated = False

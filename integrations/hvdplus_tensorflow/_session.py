@@ -72,9 +72,9 @@ def shutdown() -> None:
     if _current is None:
         return
     leaving, _current = _current, None
-    leaving.watch.disconnect()
     if leaving.engine == "horovod":
         horovod().shutdown()
+    leaving.watch.disconnect()
 
 
 def rank() -> int:

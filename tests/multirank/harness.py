@@ -86,7 +86,7 @@ def run(engine: str, ranks: int, argv: list[str], limit: float, **environment: s
 
 
 @functools.cache
-def scenarios(engine: str, ranks: int, module: str, limit: float = 240.0) -> Ended:
+def scenarios(engine: str, ranks: int, module: str, limit: float = 480.0) -> Ended:
     """Run all scenarios of a module in one launch; the results are kept for the tests that ask for them."""
     with tempfile.TemporaryDirectory() as folder:
         ended = run(engine, ranks, [str(WORKER), str(HERE / module), folder, str(limit - 20)], limit)

@@ -248,6 +248,20 @@ def embedding_step(model, opt, variables, x, y):
     opt.apply_gradients(itertools.zip_longest(grads, variables))
 
 
+def scenario_a_gradient_on_one_rank_only_in_a_traced_step():
+    if not TF:
+        return
+    a, b = keras.Variable(np.ones(3, "f")), keras.Variable(np.ones(3, "f"))
+    opt = hvdplus.wrap(keras.optimizers.SGD(0.1), strategy="exact")
+
+    @tf.function
+    def step():
+        opt.apply([tf.ones(3), tf.ones(3) if RANK == 0 else None], [a, b])
+
+    with pytest.raises(Exception, match=r"gradient on rank \d and on 50% of all ranks in a traced step"):
+        step()
+
+
 def scenario_ranks_may_start_apart():
     """Without model=, the first step is rank 0's alone: its weights and its gradient."""
     x, y = data(SIZE * 4)

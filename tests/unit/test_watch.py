@@ -63,6 +63,7 @@ def connected(monkeypatch):
     monkeypatch.setattr(watch, "_SPEAK_SECONDS", 0.05)
     monkeypatch.setattr(watch, "_LEFT_SECONDS", 0.2)
     monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "_PART_SECONDS", 0.1)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     made: list[Watch] = []
 
@@ -157,8 +158,8 @@ def test_a_rank_that_left_is_named_with_what_to_do(connected):
     watches[2].disconnect()
     message = raised(watches[0].wait, Never())
     assert (
-        f"rank 2 ({HOST}) has ended its program and will not come; give every rank the same number of batches"
-        in message
+        f"rank 2 ({HOST}) has ended its program and will not come; if nothing failed there, give every rank the same "
+        f"number of batches" in message
     )
 
 
@@ -182,6 +183,7 @@ def test_explain_names_those_that_are_elsewhere(connected):
     watches = connected(3)
     for one in watches[:2]:
         one.at(5, "bucket 1 (b)")
+        one.position.waiting = True
     watches[2].at(4, "bucket 0 (a)")
     message = watches[0].explain()
     assert message.startswith(
@@ -201,7 +203,7 @@ def test_explain_says_so_where_all_are_here(connected):
 def test_explain_says_who_does_not_answer_and_who_has_ended(connected):
     watches = connected(3)
     watches[1].disconnect()
-    watches[2]._status = lambda: time.sleep(2)  # stopped
+    watches[2]._heard = lambda message, line: None  # stopped
     wait_until(lambda: 1 in watches[0].left)
     assert watches[0].explain() == (
         f"rank 1 ({HOST}) has ended its program; rank 2 ({HOST}) does not answer (stopped, or cut off)"
