@@ -197,6 +197,7 @@ def test_explain_says_so_where_all_are_here(connected):
     watches = connected(2)
     for one in watches:
         one.at(5, "bucket 1 (b)")
+        one.position.waiting = True
     assert watches[1].explain() == "all ranks are in the same exchange, so the network is stuck"
 
 
