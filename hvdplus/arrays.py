@@ -6,6 +6,7 @@ Dtypes are named by their NumPy-style names: "float32", "float16", "bfloat16", "
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -45,7 +46,11 @@ class Cell(Generic[A]):
 
 
 class Arrays(Protocol[A]):
-    """Operations on one-dimensional arrays of one framework (rows: two-dimensional)."""
+    """Operations on one-dimensional arrays of one framework (rows: two-dimensional).
+
+    Those from ``padded`` on are what codecs below two bytes are made of. They work on the last axis; ``y`` may be a
+    column ``(rows, 1)`` that stands for a whole row. Nothing in them waits for a device.
+    """
 
     def zeros(self, size: int, dtype: str) -> A:
         """``size`` zeros."""
@@ -100,6 +105,60 @@ class Arrays(Protocol[A]):
 
     def from_bits(self, x: A, dtype: str, into: str) -> A:
         """Undo ``to_bits`` into dtype ``into``."""
+
+    def padded(self, x: A, size: int) -> A:
+        """``x`` (one-dimensional) with zeros behind it up to ``size`` elements."""
+
+    def shaped(self, x: A, shape: tuple[int, ...]) -> A:
+        """``x``'s elements in another shape; -1 stands for the length that fits."""
+
+    def part(self, x: A, begin: int, end: int) -> A:
+        """The elements from ``begin`` up to ``end`` of the last axis."""
+
+    def joined(self, parts: Sequence[A]) -> A:
+        """Arrays of one dtype behind one another on the last axis."""
+
+    def to_bytes(self, x: A) -> A:
+        """The memory of ``x`` as uint8, little end first; the last axis grows."""
+
+    def from_bytes(self, x: A, dtype: str) -> A:
+        """Undo ``to_bytes``."""
+
+    def shifted(self, x: A, amount: int) -> A:
+        """``x + amount`` in ``x``'s dtype."""
+
+    def times(self, x: A, y: A) -> A:
+        """``x * y``."""
+
+    def over(self, x: A, y: A) -> A:
+        """``x / y``, and 0 where ``y`` is 0."""
+
+    def absolute(self, x: A) -> A:
+        """``|x|``."""
+
+    def rounded(self, x: A) -> A:
+        """``x`` rounded to whole numbers, ties to even."""
+
+    def floored(self, x: A) -> A:
+        """The largest whole numbers that are not above ``x``."""
+
+    def at_least(self, x: A, y: A) -> A:
+        """1 where ``x >= y``, else 0, as uint8; a NaN is not at least anything."""
+
+    def largest(self, x: A) -> A:
+        """The largest ``|x|`` of every row, shape ``(rows, 1)`` or ``(1,)``; NaN where there is one."""
+
+    def average(self, x: A) -> A:
+        """The mean of every row, as a column; added in float64, so that frameworks round alike."""
+
+    def packed(self, codes: A, bits: int) -> A:
+        """Codes (uint8, below ``2**bits``) of 1, 2, 4 or 8 bits, packed into bytes, the first one lowest."""
+
+    def unpacked(self, x: A, bits: int) -> A:
+        """Undo ``packed``."""
+
+    def uniform(self, size: int, seed: int, step: int) -> A:
+        """``size`` float32 numbers in [0, 1), the same for the same ``seed`` (32 bits) and ``step`` on one machine."""
 
 
 # A number that overflows becomes infinite in silence, as on every device: a step that is not finite is skipped.
@@ -195,3 +254,90 @@ class NumPyArrays:
         if dtype == "float16":
             return x.view(np.float16).astype(into)
         return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(into)
+
+    def padded(self, x: NumPyArray, size: int) -> NumPyArray:
+        """``x`` with zeros behind it."""
+        return x if x.size == size else np.pad(x, (0, size - x.size))
+
+    def shaped(self, x: NumPyArray, shape: tuple[int, ...]) -> NumPyArray:
+        """``x`` in another shape."""
+        return x.reshape(shape)
+
+    def part(self, x: NumPyArray, begin: int, end: int) -> NumPyArray:
+        """A part of the last axis."""
+        return x[..., begin:end]
+
+    def joined(self, parts: Sequence[NumPyArray]) -> NumPyArray:
+        """Arrays behind one another."""
+        return np.concatenate(parts, axis=-1)
+
+    def to_bytes(self, x: NumPyArray) -> NumPyArray:
+        """The memory as uint8."""
+        return np.ascontiguousarray(x).view(np.uint8)
+
+    def from_bytes(self, x: NumPyArray, dtype: str) -> NumPyArray:
+        """The memory as ``dtype``."""
+        return np.ascontiguousarray(x).view(dtype)
+
+    @_quiet
+    def shifted(self, x: NumPyArray, amount: int) -> NumPyArray:
+        """``x + amount``."""
+        shifted: NumPyArray = x + np.asarray(amount, x.dtype)
+        return shifted
+
+    @_quiet
+    def times(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
+        """``x * y``."""
+        product: NumPyArray = x * y
+        return product
+
+    @_quiet
+    def over(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
+        """``x / y``; what is divided by infinity is 0."""
+        quotient: NumPyArray = x / np.where(y == 0, np.asarray(np.inf, y.dtype), y)
+        return quotient
+
+    def absolute(self, x: NumPyArray) -> NumPyArray:
+        """``|x|``."""
+        return np.abs(x)
+
+    @_quiet
+    def rounded(self, x: NumPyArray) -> NumPyArray:
+        """To whole numbers, ties to even."""
+        return np.rint(x)
+
+    @_quiet
+    def floored(self, x: NumPyArray) -> NumPyArray:
+        """Down to whole numbers."""
+        return np.floor(x)
+
+    @_quiet
+    def at_least(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
+        """1 where ``x >= y``."""
+        return np.greater_equal(x, y).view(np.uint8)
+
+    def largest(self, x: NumPyArray) -> NumPyArray:
+        """The largest ``|x|`` of every row."""
+        largest: NumPyArray = np.max(np.abs(x), axis=-1, keepdims=True)
+        return largest
+
+    @_quiet
+    def average(self, x: NumPyArray) -> NumPyArray:
+        """The mean of every row."""
+        return np.mean(x, axis=-1, keepdims=True, dtype=np.float64).astype(x.dtype)
+
+    def packed(self, codes: NumPyArray, bits: int) -> NumPyArray:
+        """Codes packed into bytes."""
+        each = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        joined: NumPyArray = np.bitwise_or.reduce(each << shifts, axis=-1)
+        return joined
+
+    def unpacked(self, x: NumPyArray, bits: int) -> NumPyArray:
+        """Bytes taken apart into codes."""
+        each: NumPyArray = x[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8(2**bits - 1)
+        return each.reshape(*x.shape[:-1], -1)
+
+    def uniform(self, size: int, seed: int, step: int) -> NumPyArray:
+        """Numbers in [0, 1)."""
+        return np.random.Generator(np.random.Philox(key=[seed, step])).random(size, np.float32)

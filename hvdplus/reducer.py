@@ -119,7 +119,10 @@ class Reducer(Generic[A]):
         self._strategy, self._collectives, self._arrays, self._watch = strategy, collectives, arrays, watch
         self._exact = codecs.make("exact")
         self._codecs = [_with_feedback(codecs.make(b.codec), strategy.feedback) for b in plan.buckets]
-        self._sites = [Site(b.label, arrays, collectives, new_cell=new_cell) for b in plan.buckets]
+        keeps = strategy.feedback is not False
+        self._sites = [
+            Site(b.label, arrays, collectives, new_cell=new_cell, place=b.index, feedback=keeps) for b in plan.buckets
+        ]
         self._flights: list[_Flight[A]] = []
 
     @property

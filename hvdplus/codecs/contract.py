@@ -28,9 +28,11 @@ class Outcome(Generic[A]):
 class Site(Generic[A]):
     """The place where a codec works: one bucket of one plan on one rank.
 
-    It holds the array operations, the rank and number of ranks, the step (number of exchanges so far), whether
-    somebody will read ``Outcome.sent``, and the state cells that outlive a step. ``new_cell`` (name, size, dtype)
-    makes a cell where plain arrays will not do, because the framework saves its variables or traces its steps.
+    It holds the array operations, the rank and number of ranks, the step (number of exchanges so far; a tensor where a
+    framework traces its steps), whether somebody will read ``Outcome.sent``, and the state cells that outlive a step.
+    ``new_cell`` (name, size, dtype) makes a cell where plain arrays will not do, because the framework saves its
+    variables or traces its steps. ``place`` is the bucket's number in its plan. ``feedback`` says whether a codec may
+    keep what it loses beyond ``sent``.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Site(Generic[A]):
     keep_sent: bool = True
     cells: dict[str, Cell[A]] = field(default_factory=dict)
     new_cell: Callable[[str, int, str], Cell[A]] | None = None
+    place: int = 0
+    feedback: bool = True
 
     @property
     def rank(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.contract import Codec
 from hvdplus.codecs.exact import Exact
+from hvdplus.codecs.quantize import Int4, Int8, OneBit, Ternary
 from hvdplus.errors import StrategyError
 
 C = TypeVar("C", bound=Callable[..., Codec])
@@ -17,6 +18,10 @@ _MAKERS: dict[str, Callable[..., Codec]] = {
     "exact": Exact,
     "fp16": lambda: Cast("float16"),
     "bf16": lambda: Cast("bfloat16"),
+    "int8": Int8,
+    "int4": Int4,
+    "ternary": Ternary,
+    "onebit": OneBit,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _DTYPES = {
@@ -10,8 +12,11 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
     "uint8": torch.uint8,
 }
+_WORDS = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}  # as many bytes as there are codes in one
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -96,3 +101,86 @@ class TorchArrays:
     def from_bits(self, x: torch.Tensor, dtype: str, into: str) -> torch.Tensor:
         """Read the bits of ``dtype``."""
         return x.view(_DTYPES[dtype]).to(_DTYPES[into])
+
+    def padded(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        """``x`` with zeros behind it."""
+        return x if x.numel() == size else torch.nn.functional.pad(x, (0, size - x.numel()))
+
+    def shaped(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """``x`` in another shape."""
+        return x.reshape(shape)
+
+    def part(self, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """A part of the last axis."""
+        return x[..., begin:end]
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Tensors behind one another."""
+        return torch.cat(list(parts), dim=-1)
+
+    def to_bytes(self, x: torch.Tensor) -> torch.Tensor:
+        """The memory as uint8."""
+        return x.contiguous().view(torch.uint8)
+
+    def from_bytes(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """The memory as ``dtype``; what does not begin where such numbers may is copied first."""
+        aligned = x.contiguous()
+        if aligned.storage_offset() % _DTYPES[dtype].itemsize:
+            aligned = aligned.clone()
+        return aligned.view(_DTYPES[dtype])
+
+    def shifted(self, x: torch.Tensor, amount: int) -> torch.Tensor:
+        """``x + amount``."""
+        return x + amount
+
+    def times(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """``x * y``."""
+        return x * y
+
+    def over(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """``x / y``; what is divided by infinity is 0."""
+        return x / torch.where(y == 0, torch.inf, y)
+
+    def absolute(self, x: torch.Tensor) -> torch.Tensor:
+        """``|x|``."""
+        return x.abs()
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """To whole numbers, ties to even."""
+        return x.round()
+
+    def floored(self, x: torch.Tensor) -> torch.Tensor:
+        """Down to whole numbers."""
+        return x.floor()
+
+    def at_least(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """1 where ``x >= y``."""
+        return torch.ge(x, y).view(torch.uint8)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest ``|x|`` of every row."""
+        largest: torch.Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True)
+        return largest
+
+    def average(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of every row."""
+        return x.mean(dim=-1, keepdim=True, dtype=torch.float64).to(x.dtype)
+
+    def packed(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
+        """Codes packed into bytes: one product moves all codes of a word beside one another, into its upper byte."""
+        each = 8 // bits
+        if each == 1:
+            return codes
+        word = codes.contiguous().view(_WORDS[bits])
+        top = 8 * each - 8
+        return (word * sum(1 << top - i * (8 - bits) for i in range(each)) >> top).to(torch.uint8)
+
+    def unpacked(self, x: torch.Tensor, bits: int) -> torch.Tensor:
+        """Bytes taken apart into codes."""
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
+        return (x.unsqueeze(-1) >> shifts).bitwise_and_(2**bits - 1).flatten(-2)
+
+    def uniform(self, size: int, seed: int, step: int) -> torch.Tensor:
+        """Numbers in [0, 1) from a generator of their own."""
+        generator = torch.Generator(self.device).manual_seed(seed << 31 ^ step)
+        return torch.rand(size, generator=generator, dtype=torch.float32, device=self.device)

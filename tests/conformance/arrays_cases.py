@@ -250,3 +250,79 @@ class ArraysCases:
     def test_bits_of_float64(self):
         self.check("to_bits", np.linspace(-7e4, 7e4, 1001), dtype="float16")
         self.check("to_bits", np.linspace(-7e4, 7e4, 1001), dtype="bfloat16")
+
+    @pytest.mark.parametrize("dtype", [*FLOATS, "uint8", "int32"])
+    @pytest.mark.parametrize("size", [5, 6, 12])
+    def test_padded_is_followed_by_zeros(self, dtype, size):
+        self.check("padded", np.arange(1, 6).astype(dtype), size=size)
+        self.check("padded", np.zeros(0, dtype), size=size)
+
+    @pytest.mark.parametrize("dtype", ["float32", "uint8"])
+    def test_shapes_parts_and_what_they_join_to(self, dtype):
+        values = np.arange(24).astype(dtype)
+        for shape in ((4, 6), (2, -1), (24, 1), (-1,)):
+            self.check("shaped", values, shape=shape)
+        rows = values.reshape(4, 6)
+        for begin, end in ((0, 2), (2, 5), (5, 6), (3, 3)):
+            self.check("part", values, begin, end)
+            self.check("part", rows, begin, end)
+        parts = [rows[:, :1].copy(), rows[:, 1:4].copy(), rows[:, 4:].copy()]
+        same(self.read(self.arrays.joined([self.lend(part) for part in parts])), rows)
+        same(self.read(self.arrays.joined([self.lend(values[:0]), self.lend(values)])), values)
+
+    @pytest.mark.parametrize("dtype", ["float32", "int16", "int32"])
+    def test_bytes(self, dtype):
+        values = np.random.default_rng(3).integers(0, 256, (3, 8), np.uint8).view(dtype)
+        self.check("to_bytes", values)
+        self.check("from_bytes", values.view(np.uint8), dtype=dtype)
+        row = np.random.default_rng(4).integers(0, 256, 13, np.uint8)  # a part that begins at an odd place
+        part = self.arrays.part(self.lend(row), 1, 13)
+        assert self.read(self.arrays.from_bytes(part, dtype)).tobytes() == row[1:].tobytes()
+        part = self.arrays.part(self.lend(row.repeat(2).reshape(2, 13)), 1, 13)  # rows with gaps between them
+        assert self.read(self.arrays.from_bytes(part, dtype)).tobytes() == row.repeat(2).reshape(2, 13)[:, 1:].tobytes()
+
+    @pytest.mark.parametrize(("dtype", "amount"), [("float32", -1), ("float32", 128), ("float64", 3), ("uint8", 1)])
+    def test_shifted(self, dtype, amount):
+        self.check("shifted", np.arange(9).astype(dtype), amount=amount)
+
+    @pytest.mark.parametrize("name", ["times", "over", "at_least"])
+    def test_what_takes_a_column_for_a_row(self, name):
+        values = specials("float32")
+        column = np.array([[0.0], [2.0], [np.inf], [np.nan], [-0.0]], np.float32)
+        self.check(name, values, values[::-1].copy())
+        self.check(name, np.stack([values] * 5), column)
+
+    def test_what_is_divided_by_nothing_is_nothing(self):
+        quotient = self.read(
+            self.arrays.over(self.lend(np.array([1.0, 0.0], np.float32)), self.lend(np.zeros(1, np.float32)))
+        )
+        assert quotient.tolist() == [0, 0]
+
+    @pytest.mark.parametrize("name", ["absolute", "rounded", "floored"])
+    def test_one_by_one(self, name):
+        for values in (specials("float32"), np.linspace(-4, 4, 33).astype(np.float32), random_floats()):
+            self.check(name, values)
+
+    @pytest.mark.parametrize("name", ["largest", "average"])
+    def test_one_number_a_row(self, name):
+        normal = np.random.default_rng(5).normal(size=(40, 33)).astype(np.float32)
+        for values in (normal, normal[0], -np.ones((2, 1), np.float32), np.stack([[np.nan, 1], [np.inf, 2]])):
+            self.check(name, values.astype(np.float32))
+
+    @pytest.mark.parametrize("bits", [1, 2, 4, 8])
+    def test_codes_are_packed_the_first_lowest(self, bits):
+        codes = np.random.default_rng(6).integers(0, 2**bits, (7, 24), np.uint8)
+        packed = self.arrays.packed(self.lend(codes), bits)
+        as_bits = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., :bits].reshape(7, -1)
+        same(self.read(packed), np.packbits(as_bits, axis=-1, bitorder="little"))
+        same(self.read(self.arrays.unpacked(packed, bits)), codes)
+        every = np.arange(256, dtype=np.uint8)
+        same(self.read(self.arrays.packed(self.arrays.unpacked(self.lend(every), bits), bits)), every)
+
+    def test_uniform(self):
+        draw = lambda *key: self.read(self.arrays.uniform(10_000, *key))  # noqa: E731
+        first = draw(7, 3)
+        assert first.dtype == np.float32 and first.min() >= 0 and first.max() < 1
+        assert abs(first.mean() - 0.5) < 0.02 and abs(first.std() - 12**-0.5) < 0.02
+        same(draw(7, 3), first)
+        assert (draw(7, 4) != first).any() and (draw(8, 3) != first).any() and (draw(2**32 - 1, 10**9) != first).any()
