@@ -6,7 +6,7 @@ Dtypes are named by their NumPy-style names: "float32", "float16", "bfloat16", "
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -159,6 +159,30 @@ class Arrays(Protocol[A]):
 
     def uniform(self, size: int, seed: int, step: int) -> A:
         """``size`` float32 numbers in [0, 1), the same for the same ``seed`` (32 bits) and ``step`` on one machine."""
+
+    def from_host(self, make: Callable[[int], NumPyArray], step: int, size: int, dtype: str) -> A:
+        """``make(step)``, ``size`` numbers of ``dtype`` that Python makes; where steps are traced, anew in each."""
+
+    def take(self, x: A, places: A) -> A:
+        """The elements of ``x`` (one-dimensional) at ``places`` (int64)."""
+
+    def added_at(self, x: A, places: A, values: A) -> A:
+        """``x``, which is given up, with ``values`` added at ``places``, all of them different."""
+
+    def places_of_largest(self, x: A, count: int) -> A:
+        """Where the ``count`` largest ``|x|`` are, as ascending int64; what is not finite comes before all others."""
+
+    def transposed(self, x: A) -> A:
+        """Rows as columns."""
+
+    def matmul(self, x: A, y: A) -> A:
+        """The product of two matrices."""
+
+    def orthonormal(self, x: A) -> A:
+        """Rows that span what those of ``x`` (finite) span, at right angles and of length 1.
+
+        A row that depends on those before it comes out shorter, down to 0: ``y.T @ y`` is never more than a projection.
+        """
 
 
 # A number that overflows becomes infinite in silence, as on every device: a step that is not finite is skipped.
@@ -341,3 +365,72 @@ class NumPyArrays:
     def uniform(self, size: int, seed: int, step: int) -> NumPyArray:
         """Numbers in [0, 1)."""
         return np.random.Generator(np.random.Philox(key=[seed, step])).random(size, np.float32)
+
+    def from_host(self, make: Callable[[int], NumPyArray], step: int, size: int, dtype: str) -> NumPyArray:
+        """What Python makes."""
+        return make(step).astype(dtype, copy=False)
+
+    def take(self, x: NumPyArray, places: NumPyArray) -> NumPyArray:
+        """Some elements."""
+        return x[places]
+
+    @_quiet
+    def added_at(self, x: NumPyArray, places: NumPyArray, values: NumPyArray) -> NumPyArray:
+        """``x`` with values added."""
+        x[places] += values
+        return x
+
+    @_quiet
+    def places_of_largest(self, x: NumPyArray, count: int) -> NumPyArray:
+        """Where the largest ones are; of equal ones the first."""
+        size = np.where(np.isnan(x), np.asarray(np.inf, x.dtype), np.abs(x))
+        candidates = np.flatnonzero(size >= _threshold(size, count))
+        if candidates.size < count:  # the sample was not like the rest
+            candidates = np.arange(size.size)
+        size = size[candidates]
+        least = np.partition(size, -count)[-count]
+        above, level = np.flatnonzero(size > least), np.flatnonzero(size == least)
+        found: NumPyArray = candidates[np.sort(np.concatenate([above, level[: count - above.size]]))]
+        return found
+
+    def transposed(self, x: NumPyArray) -> NumPyArray:
+        """Rows as columns."""
+        return x.T
+
+    @_quiet
+    def matmul(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
+        """The product of two matrices."""
+        product: NumPyArray = x @ y
+        return product
+
+    def orthonormal(self, x: NumPyArray) -> NumPyArray:
+        """Rows of length 1, times the inverse of the Cholesky factor of their products; that one is never singular."""
+        rows = self.over(x, self.largest(x)).astype(np.float64)  # first, so that no square overflows
+        rows = self.over(rows, np.sqrt(np.sum(rows * rows, axis=-1, keepdims=True)))
+        products = rows @ rows.T + RIDGE * np.eye(len(rows))
+        rows = np.linalg.solve(np.linalg.cholesky(products), rows)
+        return rows.astype(x.dtype)
+
+
+def _threshold(size: NumPyArray, count: int) -> Any:
+    """Guess from a sample a number that rather more than ``count`` are not below."""
+    stride = size.size // SAMPLE
+    wanted = sample_rank(size.size, count)
+    if stride < 2 or not wanted:
+        return 0
+    sample = size[::stride]
+    return np.partition(sample, -wanted)[-wanted]
+
+
+SAMPLE = 2**16  # of so many numbers a threshold is guessed
+RIDGE = 1e-12  # float64 keeps a Cholesky factor this far from singular
+
+
+def sample_rank(size: int, count: int) -> int:
+    """Return which of the largest of a sample to take as a threshold; 0 where a guess would not help.
+
+    A third more than wanted, and four standard deviations for a small number, so that a miss is rare.
+    """
+    expected = count * (size // (size // SAMPLE)) / size if size >= SAMPLE else 0.0
+    wanted = int(1.3 * expected + 4 * expected**0.5 + 4)
+    return wanted if expected > 0 and wanted < SAMPLE // 2 else 0

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.contract import Codec
 from hvdplus.codecs.exact import Exact
+from hvdplus.codecs.lowrank import PowerSGD
 from hvdplus.codecs.quantize import Int4, Int8, OneBit, Ternary
+from hvdplus.codecs.sparsify import RandomK, TopK
 from hvdplus.errors import StrategyError
 
 C = TypeVar("C", bound=Callable[..., Codec])
@@ -22,6 +24,9 @@ _MAKERS: dict[str, Callable[..., Codec]] = {
     "int4": Int4,
     "ternary": Ternary,
     "onebit": OneBit,
+    "topk": TopK,
+    "randomk": RandomK,
+    "powersgd": PowerSGD,
 }
 
 
@@ -75,6 +80,12 @@ def make(spec: str) -> Codec:
         return _MAKERS[name](*arguments, **options)
     except TypeError as error:
         raise StrategyError(f"codec spec {spec!r} does not fit codec {name!r}: {error}.") from error
+
+
+def serves(spec: str, shape: tuple[int, ...]) -> bool:
+    """Whether the codec that ``spec`` names can take an array of this shape."""
+    codec = make(spec)
+    return bool(codec.serves(shape)) if hasattr(codec, "serves") else True
 
 
 def split(spec: str) -> tuple[str, list[Any], dict[str, Any]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+from hvdplus.arrays import RIDGE, SAMPLE, NumPyArray, sample_rank
 
 _DTYPES = {
     "float16": torch.float16,
@@ -184,3 +186,55 @@ class TorchArrays:
         """Numbers in [0, 1) from a generator of their own."""
         generator = torch.Generator(self.device).manual_seed(seed << 31 ^ step)
         return torch.rand(size, generator=generator, dtype=torch.float32, device=self.device)
+
+    def from_host(self, make: Callable[[int], NumPyArray], step: int, size: int, dtype: str) -> torch.Tensor:
+        """What Python makes, copied to the device without waiting for it."""
+        made = torch.from_numpy(make(step)).to(_DTYPES[dtype])
+        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
+
+    def take(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Some elements."""
+        return x.index_select(0, places)
+
+    def added_at(self, x: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """``x`` with values added."""
+        return x.index_add_(0, places, values)
+
+    def places_of_largest(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Where the largest ones are; on the host, of equal ones the first."""
+        size = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        if x.is_cuda:  # a number of candidates would have to be waited for
+            return torch.topk(size, count, sorted=False).indices.sort().values
+        candidates = _candidates(size, count)
+        size = size if candidates is None else size[candidates]
+        least = torch.topk(size, count, sorted=False).values.min()
+        above, level = torch.nonzero(size > least).flatten(), torch.nonzero(size == least).flatten()
+        found = torch.cat([above, level[: count - above.numel()]]).sort().values
+        return found if candidates is None else candidates[found]
+
+    def transposed(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows as columns."""
+        return x.t()
+
+    def matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The product of two matrices."""
+        return x @ y
+
+    def orthonormal(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of length 1, times the inverse of the Cholesky factor of their products; no error is looked for."""
+        rows = self.over(x, self.largest(x)).double()
+        rows = self.over(rows, torch.linalg.vector_norm(rows, dim=-1, keepdim=True))
+        ridge = torch.eye(len(rows), dtype=torch.float64, device=x.device) * RIDGE
+        factor = torch.linalg.cholesky_ex(rows @ rows.t() + ridge).L
+        found: torch.Tensor = torch.linalg.solve_triangular(factor, rows, upper=False)
+        return found.to(x.dtype)
+
+
+def _candidates(size: torch.Tensor, count: int) -> torch.Tensor | None:
+    """Return where numbers are that may be among the largest, rather more than ``count``; None for all."""
+    stride, wanted = size.numel() // SAMPLE, sample_rank(size.numel(), count)
+    if stride < 2 or not wanted:
+        return None
+    threshold = torch.topk(size[::stride], wanted, sorted=False).values.min()
+    candidates = torch.nonzero(size >= threshold).flatten()
+    return candidates if candidates.numel() >= count else None

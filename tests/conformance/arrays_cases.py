@@ -326,3 +326,71 @@ class ArraysCases:
         assert abs(first.mean() - 0.5) < 0.02 and abs(first.std() - 12**-0.5) < 0.02
         same(draw(7, 3), first)
         assert (draw(7, 4) != first).any() and (draw(8, 3) != first).any() and (draw(2**32 - 1, 10**9) != first).any()
+
+    @pytest.mark.parametrize("dtype", ["int64", "float32"])
+    def test_from_host(self, dtype):
+        made = self.arrays.from_host(lambda step: np.arange(4) + step, 3, 4, dtype)
+        same(self.read(made), np.arange(3, 7).astype(dtype))
+
+    def test_take_and_add(self):
+        places = np.array([1, 2, 13], np.int64)
+        self.check("take", specials("float32"), places)
+        self.check("added_at", specials("float32"), places, np.array([1.5, 2, np.nan], np.float32))
+
+    @pytest.mark.parametrize("size", [1, 2, 100, 70_000, 300_001])
+    def test_places_of_largest(self, size):
+        values = np.random.default_rng(size).normal(size=size).astype(np.float32)
+        for count in {1, max(size // 100, 1), max(size // 2, 1), size}:
+            expected = np.sort(np.argsort(-np.abs(values), kind="stable")[:count])
+            places = self.read(self.arrays.places_of_largest(self.lend(values), count))
+            same(places, expected)
+
+    def test_places_of_largest_where_a_sample_tells_nothing(self):
+        period = np.zeros(300_000, np.float32)
+        period[::4] = np.linspace(1, 2, 75_000)  # all that a sample with that stride sees
+        late = np.zeros(300_000, np.float32)
+        late[-50:] = np.arange(1, 51)
+        for values in (period, np.roll(period, 1), late, -late):
+            for count in (50, 3000):
+                found = self.read(self.arrays.places_of_largest(self.lend(values), count))
+                assert len(found) == count and (np.diff(found) > 0).all()
+                same(np.sort(np.abs(values[found])), np.sort(np.abs(values))[-count:])
+
+    @pytest.mark.parametrize("size", [7, 200_000])
+    def test_what_is_not_finite_is_the_largest(self, size):
+        values = np.linspace(1, 2, size, dtype=np.float32)
+        values[[1, 3, 5]] = [np.nan, -np.inf, np.inf]
+        values[0] = np.finfo(np.float32).max
+        assert self.read(self.arrays.places_of_largest(self.lend(values), 3)).tolist() == [1, 3, 5]
+        assert self.read(self.arrays.places_of_largest(self.lend(values), 4)).tolist() == [0, 1, 3, 5]
+
+    def test_products_of_matrices(self):
+        generator = np.random.default_rng(7)
+        x, y = generator.normal(size=(3, 50)).astype(np.float32), generator.normal(size=(50, 4)).astype(np.float32)
+        product = self.arrays.matmul(self.lend(x), self.lend(y))
+        np.testing.assert_allclose(self.read(product), x.astype(np.float64) @ y, rtol=1e-4, atol=1e-5)
+        product = self.arrays.matmul(self.lend(y), self.arrays.transposed(self.lend(y)))
+        np.testing.assert_allclose(self.read(product), y.astype(np.float64) @ y.T, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+    def test_orthonormal_rows_span_the_same(self, scale):
+        rows = np.random.default_rng(8).normal(size=(4, 30)) * [[1], [1e-5], [1e4], [1]]
+        rows[3] = rows[0] + 1e-2 * rows[3]
+        found = self.read(self.arrays.orthonormal(self.lend((rows[:3] * scale).astype(np.float32))))
+        np.testing.assert_allclose(found @ found.T, np.eye(3), atol=1e-5)
+        if scale == 1:
+            found = self.read(self.arrays.orthonormal(self.lend(rows.astype(np.float32))))
+            np.testing.assert_allclose(found @ found.T, np.eye(4), atol=1e-5)
+            np.testing.assert_allclose(rows @ found.T @ found, rows, rtol=1e-3, atol=1e-4)
+
+    @pytest.mark.parametrize("rank", [0, 1, 3])
+    def test_orthonormal_rows_of_less_than_full_rank(self, rank):
+        generator = np.random.default_rng(9)
+        rows = (generator.normal(size=(6, rank)) @ generator.normal(size=(rank, 20))).astype(np.float32)
+        found = self.read(self.arrays.orthonormal(self.lend(rows))).astype(np.float64)
+        assert np.isfinite(found).all()
+        assert np.linalg.eigvalsh(found.T @ found).max() < 1 + 1e-5  # a projection, or less
+        np.testing.assert_allclose(rows @ found.T @ found, rows, atol=1e-4)
+        more_than_there_is_room_for = generator.normal(size=(5, 3)).astype(np.float32)
+        found = self.read(self.arrays.orthonormal(self.lend(more_than_there_is_room_for))).astype(np.float64)
+        assert np.linalg.eigvalsh(found.T @ found).max() < 1 + 1e-5

@@ -6,24 +6,30 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from codec_laws import LAWS, register_signs, sent_of, server_of, tolerance
+from codec_laws import LAWS, OURS, register_ours, sent_of, server_of, tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hvdplus import codecs
 from hvdplus.codecs import ErrorFeedback, registry
+from hvdplus.codecs.sparsify import RandomK, drawn
 from hvdplus.testing import Wire, lockstep
 
 SPECS = list(LAWS)
+SAYS = (
+    "hvdplus: topk:{} sends what it keeps to every rank: fewer bytes than fp16 below {} ranks, than exact below {}; "
+    "here are {}."
+)
 BAD = [np.nan, np.inf, -np.inf]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _user_codec():
-    register_signs()
+    register_ours()
     yield
-    del registry._MAKERS["signs"]
+    for name in OURS:
+        del registry._MAKERS[name]
 
 
 def numbers(dtype="float32", limit=1e4):
@@ -122,7 +128,9 @@ def test_a_residual_does_not_grow(spec, data):
     for _ in range(20):
         lockstep(codec, list(inputs), sites=sites)
     bound = 2**-22 + LAWS[spec].growth * np.abs(inputs).max()
-    assert all(np.abs(site.cells["residual"].read()).max() <= bound for site in sites)
+    residuals = np.array([site.cells["residual"].read() for site in sites])
+    assert np.abs(residuals.mean(axis=0)).max() <= bound
+    assert np.abs(residuals).max() <= (20 * bound if LAWS[spec].drifts else bound)
     assert np.abs(server_of(sites, inputs.shape[1])).max() <= bound
 
 
@@ -194,7 +202,9 @@ def test_one_number_on_more_ranks_than_numbers(spec, halves):
 def test_huge_numbers_are_divided_before_they_are_added(spec, halves):
     inputs = [np.full(5, LAWS[spec].largest, np.float32)] * 4
     outcomes = lockstep(spec, inputs, sites=Wire(4, halves=halves).sites())
-    np.testing.assert_allclose(outcomes[0].mean, inputs[0], rtol=0.01)
+    expected = inputs[0] if LAWS[spec].dense else np.mean(sent_of(outcomes, inputs), axis=0)
+    np.testing.assert_allclose(outcomes[0].mean, expected, rtol=0.01)
+    assert outcomes[0].mean.max() > 0
 
 
 @pytest.mark.parametrize("spec", ["exact", "fp16", "bf16"])
@@ -331,6 +341,8 @@ def test_torch_agrees_with_numpy(spec, data):
     steps = data.draw(buckets(steps=3, ranks=(1, 2, 4)))
     adds = data.draw(st.booleans())
     codec = ErrorFeedback(codecs.make(spec))
+    far = LAWS[spec].alike * np.abs(steps).max()
+    agree = lambda mine, theirs: np.testing.assert_allclose(mine.numpy(), theirs, rtol=0, atol=far)  # noqa: E731
     numpy_sites = Wire(steps.shape[1], halves=adds).sites()
     wire = Wire(steps.shape[1], halves=adds, read=lambda tensor: tensor.numpy(), lend=torch.from_numpy)
     torch_sites = wire.sites(TorchArrays())
@@ -338,9 +350,10 @@ def test_torch_agrees_with_numpy(spec, data):
         expected = lockstep(codec, list(inputs), sites=numpy_sites)
         actual = lockstep(codec, [torch.from_numpy(x.copy()) for x in inputs], sites=torch_sites)
         for mine, theirs in zip(actual, expected, strict=True):
-            np.testing.assert_array_equal(mine.mean.numpy(), theirs.mean)
+            agree(mine.mean, theirs.mean)
     for mine, theirs in zip(torch_sites, numpy_sites, strict=True):
-        np.testing.assert_array_equal(mine.cells["residual"].read().numpy(), theirs.cells["residual"].read())
+        agree(mine.cells["residual"].read(), theirs.cells["residual"].read())
+    assert wire.bytes_sent == numpy_sites[0].collectives.wire.bytes_sent
 
 
 def test_a_number_beyond_fp16_on_one_rank_goes_out_as_its_share(halves):
@@ -348,3 +361,147 @@ def test_a_number_beyond_fp16_on_one_rank_goes_out_as_its_share(halves):
     outcomes = lockstep("fp16", inputs, sites=Wire(4, halves=halves).sites())
     np.testing.assert_allclose(outcomes[0].mean, 2.5e4, rtol=1e-3)
     np.testing.assert_allclose(outcomes[0].sent, 1e5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("spec", ["topk:0.3", "randomk:0.3"])
+def test_a_fixed_number_travels_whatever_is_in_it(spec):
+    """Ranks whose messages differ in length would hang or mix up numbers."""
+    inputs = [np.zeros(10, np.float32), np.ones(10, np.float32), np.full(10, np.nan, np.float32)]
+    wire = Wire(3)
+    lockstep(spec, inputs, sites=wire.sites())
+    assert wire.requests == [
+        {"t": "AllGather of uint8 (24,)", "r": "AllReduce of float32 (4,) times 0.333333"}[spec[0]]
+    ]
+
+
+def test_topk_sends_the_largest():
+    inputs = [np.array([1, -5, 2, 0, 3], np.float32), np.array([0, 0, 0, 0, -1], np.float32)]
+    outcomes = lockstep("topk:0.4", inputs)
+    assert outcomes[0].sent.tolist() == [0, -5, 0, 0, 3]
+    assert outcomes[0].mean.tolist() == [0, -2.5, 0, 0, 1]
+
+
+def test_topk_says_once_where_it_ends(caplog):
+    with caplog.at_level("INFO", "hvdplus"):
+        for _ in range(2):
+            lockstep("topk:0.123", [np.ones(5, np.float32)] * 2)
+            lockstep("topk:0.25", [np.ones(5, np.float32)] * 4)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", SAYS.format(0.123, 5, 9, 2)),
+        ("WARNING", SAYS.format(0.25, 2, 4, 4)),
+    ]
+
+
+@given(st.integers(0, 50), st.integers(1, 2000), st.floats(1e-3, 1), st.integers(0, 10**9))
+def test_what_randomk_draws_is_in_order_and_never_twice(place, count, ratio, step):
+    kept = RandomK(ratio).kept(count)
+    places = drawn(place, count, kept, step)
+    assert places.dtype == np.int64 and len(places) == kept
+    assert (np.diff(places) > 0).all() and places[0] >= 0 and places[-1] < count
+
+
+def test_randomk_draws_anew_in_every_step_and_bucket_and_everything_in_time():
+    seen = np.zeros(1000, int)
+    for step in range(2000):
+        seen[drawn(3, 1000, 10, step)] += 1
+    assert seen.min() > 5 and seen.max() < 45  # 20 on average
+    assert len({drawn(place, 1000, 10, step).tobytes() for place in range(20) for step in range(20)}) == 400
+    assert drawn(0, 1000, 3, 0).tolist() == [
+        294,
+        476,
+        674,
+    ]  # pinned: what other versions of this, or of NumPy, must draw too
+
+
+def test_randomk_keeps_to_its_step():
+    """The same step draws the same places, whatever was exchanged before."""
+    sites = Wire(2).sites()
+    for site in sites:
+        site.place = 3
+    x = np.arange(1, 101, dtype=np.float32)
+    for step in range(3):
+        sent = lockstep("randomk:0.1", [x, -x], sites=sites)[1].sent
+        assert np.flatnonzero(sent).tolist() == drawn(3, 100, 10, step).tolist()
+
+
+def matrices(rank, *shapes):
+    generator = np.random.default_rng(0)
+    low = [generator.normal(size=(rows, rank)) @ generator.normal(size=(rank, columns)) for rows, columns in shapes]
+    return np.concatenate([matrix.ravel() for matrix in low]).astype(np.float32)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_powersgd_delivers_a_matrix_of_its_rank(rank):
+    shapes = ((20, 30), (16, 9), (64, 8))
+    sites = Wire(3).sites()
+    for site in sites:
+        site.shapes = shapes
+    inputs = [matrices(rank, *shapes) * (i + 1) for i in range(3)]
+    for _ in range(3):
+        outcomes = lockstep(f"powersgd:{rank}", inputs, sites=sites)
+        np.testing.assert_allclose(outcomes[0].mean, inputs[1], atol=1e-5 * np.abs(inputs[1]).max())
+    np.testing.assert_allclose(outcomes[2].sent, inputs[2], atol=1e-5 * np.abs(inputs[2]).max())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_powersgd_finds_the_direction_again_after_nothing_was_there(scale):
+    sites = Wire(2).sites()
+    for site in sites:
+        site.shapes = ((20, 30),)
+    for x in (np.zeros(600, np.float32), matrices(1, (20, 30)), np.zeros(600, np.float32), matrices(2, (20, 30))):
+        outcomes = lockstep("powersgd:2", [x * np.float32(scale)] * 2, sites=sites)
+        np.testing.assert_allclose(outcomes[0].mean, x * np.float32(scale), atol=1e-5 * scale * np.abs(x).max())
+        assert np.isfinite(sites[0].cells["start"].read()).all()
+
+
+def test_powersgd_starts_alike_on_all_ranks_and_is_warm_afterwards():
+    generator = np.random.default_rng(0)
+    fixed = generator.normal(size=(40, 50)) * 0.1 + matrices(2, (40, 50)).reshape(40, 50)
+    sites, errors = Wire(2).sites(), []
+    for site in sites:
+        site.shapes = ((40, 50),)
+    best = np.linalg.svd(fixed)[1][2:]
+    for _ in range(6):
+        outcomes = lockstep("powersgd:2", [fixed.ravel().astype(np.float32)] * 2, sites=sites)
+        errors.append(np.linalg.norm(outcomes[0].mean - fixed.ravel()))
+        assert len({site.cells["start"].read().tobytes() for site in sites}) == 1
+    assert errors[-1] < 1.01 * np.linalg.norm(best) < errors[0]
+
+
+def test_powersgd_flies_twice_however_many_matrices_there_are():
+    wire = Wire(2)
+    sites = wire.sites()
+    for site in sites:
+        site.shapes = ((20, 30), (16, 9), (2, 3, 4, 5))
+    lockstep("powersgd:2", [np.ones(600 + 144 + 120, np.float32)] * 2, sites=sites)
+    assert wire.requests == ["AllReduce of float32 (84,) times 0.5", "AllReduce of float32 (118,) times 0.5"]
+
+
+@pytest.mark.parametrize("spec", ["int8:64,rounding=stochastic", "int4:64,rounding=stochastic"])
+def test_stochastic_rounding_is_right_on_average(spec):
+    x = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    sites = Wire(1).sites()
+    sent = np.array([lockstep(spec, [x], sites=sites)[0].sent for _ in range(2000)])
+    step = np.abs(x).max() / {"int8": 127, "int4": 7}[spec[:4]]
+    assert np.abs(sent.mean(axis=0) - x).max() < 0.06 * step  # five standard deviations
+    assert np.abs(sent - x).max() < 1.01 * step
+    assert (sent.std(axis=0) > 0).mean() > 0.9
+
+
+def test_without_feedback_nothing_is_kept_at_all():
+    sites = Wire(2).sites()
+    for site in sites:
+        site.feedback = False
+    lockstep("onebit", [np.arange(20, dtype=np.float32)] * 2, sites=sites)
+    assert all(not site.cells for site in sites)
+
+
+@pytest.mark.parametrize("spec", ["onebit", "ternary"])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_numbers_beside_filling_have_their_own_scale(spec, size):
+    inputs = [np.array([3.0, -3.0, 3.0], np.float32)] * size
+    sites = Wire(size).sites()
+    for _ in range(3):
+        outcomes = lockstep(spec, inputs, sites=sites)
+        assert outcomes[0].sent.tolist() == outcomes[0].mean.tolist() == inputs[0].tolist()
+    assert not server_of(sites, 24).any()  # nor is anything kept of what is filling
