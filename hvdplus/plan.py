@@ -60,7 +60,7 @@ class Member:
     name: str
     offset: int
     count: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

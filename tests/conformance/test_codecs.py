@@ -356,6 +356,47 @@ def test_torch_agrees_with_numpy(spec, data):
     assert wire.bytes_sent == numpy_sites[0].collectives.wire.bytes_sent
 
 
+def frameworks():
+    """The array operations of each, and the ways there and back."""
+    torch, tf = pytest.importorskip("torch"), pytest.importorskip("tensorflow")
+    from hvdplus_tensorflow._arrays import TensorFlowArrays
+    from hvdplus_torch._arrays import TorchArrays
+
+    yield TorchArrays(), torch.from_numpy, lambda tensor: tensor.numpy()
+    yield TensorFlowArrays(), tf.constant, lambda tensor: np.broadcast_to(tensor.numpy(), tensor.shape)  # read-only
+
+
+@pytest.mark.parametrize("spec", [spec for spec, law in LAWS.items() if law.torch and not law.alike])
+def test_all_frameworks_send_the_same_bytes(spec):
+    """The first round's message of a bucket of a few thousand numbers."""
+    x = np.random.default_rng(0).normal(size=5001).astype(np.float32)
+
+    def message(site, value):
+        asked = next(codecs.make(spec).exchange(value, site))
+        return asked.value
+
+    site = Wire(3).sites()[1]
+    site.place, site.step = 2, 7
+    expected = message(site, x.copy())
+    for arrays, lend, read in frameworks():
+        site = Wire(3, read=read, lend=lend).sites(arrays)[1]
+        site.place, site.step = 2, 7
+        assert read(message(site, lend(x.copy()))).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("spec", [spec for spec, law in LAWS.items() if law.torch])
+def test_all_frameworks_follow_one_path(spec):
+    inputs = np.random.default_rng(1).normal(size=(5, 2, 700)).astype(np.float32)
+    law, codec = LAWS[spec], ErrorFeedback(codecs.make(spec))
+    sites = Wire(2, halves=False).sites()
+    expected = [lockstep(codec, list(step), sites=sites)[0].mean for step in inputs]
+    for arrays, lend, read in frameworks():
+        sites = Wire(2, halves=False, read=read, lend=lend).sites(arrays)
+        for step, mean in zip(inputs, expected, strict=True):
+            found = read(lockstep(codec, [lend(x.copy()) for x in step], sites=sites)[0].mean)
+            np.testing.assert_allclose(found, mean, rtol=0, atol=10 * law.alike)
+
+
 def test_a_number_beyond_fp16_on_one_rank_goes_out_as_its_share(halves):
     inputs = [np.full(5, value, np.float32) for value in (1e5, 0.0, 0.0, 0.0)]
     outcomes = lockstep("fp16", inputs, sites=Wire(4, halves=halves).sites())
