@@ -196,8 +196,7 @@ class Ternary(Quantizer):
         threshold = arrays.scaled(_average(size, real, arrays), 0.7)
         kept = arrays.cast(arrays.at_least(size, threshold), "float32")
         total, number = arrays.average(arrays.times(size, kept)), arrays.average(kept)
-        # Of numbers, one is always kept. Where nothing is, the mean was NaN, and so shall the scale be.
-        scales = arrays.add(arrays.over(total, number), arrays.scaled(threshold, 0.0))
+        scales = arrays.over(total, number)  # of numbers one is always kept, and a NaN times nothing stays one
         below = arrays.at_least(arrays.scaled(blocks, -1.0), threshold)
         codes = arrays.subtract(arrays.shifted(arrays.at_least(blocks, threshold), 1), below)
         return arrays.to_bits(scales, _SCALE), codes
