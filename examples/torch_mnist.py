@@ -93,7 +93,8 @@ def main() -> None:
         print(f"test accuracy  {accuracy:.2%}")
         print(f"images/s       {args.epochs * batches * each * hvd.size() / seconds:,.0f}")
         print(
-            f"bytes sent     {stats['bytes_sent']:,} a rank in {stats['steps']} exchanges ({stats['bytes_dense']:,} dense)"
+            f"bytes sent     {stats['bytes_sent']:,} a rank in {stats['steps']} exchanges "
+            f"({stats['bytes_dense']:,} dense)"
         )
 
 

@@ -6,6 +6,7 @@ Dtypes are named by their NumPy-style names: "float32", "float16", "bfloat16", "
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -45,7 +46,11 @@ class Cell(Generic[A]):
 
 
 class Arrays(Protocol[A]):
-    """Operations on one-dimensional arrays of one framework (rows: two-dimensional)."""
+    """Operations on one-dimensional arrays of one framework (rows: two-dimensional).
+
+    Those from ``padded`` on are what codecs below two bytes are made of. They work on the last axis; ``y`` may be a
+    column ``(rows, 1)`` that stands for a whole row. Nothing in them waits for a device.
+    """
 
     def zeros(self, size: int, dtype: str) -> A:
         """``size`` zeros."""
@@ -100,6 +105,84 @@ class Arrays(Protocol[A]):
 
     def from_bits(self, x: A, dtype: str, into: str) -> A:
         """Undo ``to_bits`` into dtype ``into``."""
+
+    def padded(self, x: A, size: int) -> A:
+        """``x`` (one-dimensional) with zeros behind it up to ``size`` elements."""
+
+    def shaped(self, x: A, shape: tuple[int, ...]) -> A:
+        """``x``'s elements in another shape; -1 stands for the length that fits."""
+
+    def part(self, x: A, begin: int, end: int) -> A:
+        """The elements from ``begin`` up to ``end`` of the last axis."""
+
+    def joined(self, parts: Sequence[A]) -> A:
+        """Arrays of one dtype behind one another on the last axis."""
+
+    def to_bytes(self, x: A) -> A:
+        """The memory of ``x`` as uint8, little end first; the last axis grows."""
+
+    def from_bytes(self, x: A, dtype: str) -> A:
+        """Undo ``to_bytes``."""
+
+    def shifted(self, x: A, amount: int) -> A:
+        """``x + amount`` in ``x``'s dtype."""
+
+    def times(self, x: A, y: A) -> A:
+        """``x * y``."""
+
+    def over(self, x: A, y: A) -> A:
+        """``x / y``, and 0 where ``y`` is 0."""
+
+    def absolute(self, x: A) -> A:
+        """``|x|``."""
+
+    def rounded(self, x: A) -> A:
+        """``x`` rounded to whole numbers, ties to even."""
+
+    def floored(self, x: A) -> A:
+        """The largest whole numbers that are not above ``x``."""
+
+    def at_least(self, x: A, y: A) -> A:
+        """1 where ``x >= y``, else 0, as uint8; a NaN is not at least anything."""
+
+    def largest(self, x: A) -> A:
+        """The largest ``|x|`` of every row, shape ``(rows, 1)`` or ``(1,)``; NaN where there is one."""
+
+    def average(self, x: A) -> A:
+        """The mean of every row, as a column; added in float64, so that frameworks round alike."""
+
+    def packed(self, codes: A, bits: int) -> A:
+        """Codes (uint8, below ``2**bits``) of 1, 2, 4 or 8 bits, packed into bytes, the first one lowest."""
+
+    def unpacked(self, x: A, bits: int) -> A:
+        """Undo ``packed``."""
+
+    def uniform(self, size: int, seed: int, step: int) -> A:
+        """``size`` float32 numbers in [0, 1), the same for the same ``seed`` (32 bits) and ``step`` on one machine."""
+
+    def from_host(self, make: Callable[[int], NumPyArray], step: int, size: int, dtype: str) -> A:
+        """``make(step)``, ``size`` numbers of ``dtype`` that Python makes; where steps are traced, anew in each."""
+
+    def take(self, x: A, places: A) -> A:
+        """The elements of ``x`` (one-dimensional) at ``places`` (int64)."""
+
+    def added_at(self, x: A, places: A, values: A) -> A:
+        """``x``, which is given up, with ``values`` added at ``places``, all of them different."""
+
+    def places_of_largest(self, x: A, count: int) -> A:
+        """Where the ``count`` largest ``|x|`` are, as ascending int64; what is not finite comes before all others."""
+
+    def transposed(self, x: A) -> A:
+        """Rows as columns."""
+
+    def matmul(self, x: A, y: A) -> A:
+        """The product of two matrices."""
+
+    def orthonormal(self, x: A) -> A:
+        """Rows that span what those of ``x`` (finite) span, at right angles and of length 1.
+
+        A row that depends on those before it comes out shorter, down to 0: ``y.T @ y`` is never more than a projection.
+        """
 
 
 # A number that overflows becomes infinite in silence, as on every device: a step that is not finite is skipped.
@@ -195,3 +278,159 @@ class NumPyArrays:
         if dtype == "float16":
             return x.view(np.float16).astype(into)
         return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(into)
+
+    def padded(self, x: NumPyArray, size: int) -> NumPyArray:
+        """``x`` with zeros behind it."""
+        return x if x.size == size else np.pad(x, (0, size - x.size))
+
+    def shaped(self, x: NumPyArray, shape: tuple[int, ...]) -> NumPyArray:
+        """``x`` in another shape."""
+        return x.reshape(shape)
+
+    def part(self, x: NumPyArray, begin: int, end: int) -> NumPyArray:
+        """A part of the last axis."""
+        return x[..., begin:end]
+
+    def joined(self, parts: Sequence[NumPyArray]) -> NumPyArray:
+        """Arrays behind one another."""
+        return np.concatenate(parts, axis=-1)
+
+    def to_bytes(self, x: NumPyArray) -> NumPyArray:
+        """The memory as uint8."""
+        return np.ascontiguousarray(x).view(np.uint8)
+
+    def from_bytes(self, x: NumPyArray, dtype: str) -> NumPyArray:
+        """The memory as ``dtype``."""
+        return np.ascontiguousarray(x).view(dtype)
+
+    @_quiet
+    def shifted(self, x: NumPyArray, amount: int) -> NumPyArray:
+        """``x + amount``."""
+        shifted: NumPyArray = x + np.asarray(amount, x.dtype)
+        return shifted
+
+    @_quiet
+    def times(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
+        """``x * y``."""
+        product: NumPyArray = x * y
+        return product
+
+    @_quiet
+    def over(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
+        """``x / y``; what is divided by infinity is 0."""
+        quotient: NumPyArray = x / np.where(y == 0, np.asarray(np.inf, y.dtype), y)
+        return quotient
+
+    def absolute(self, x: NumPyArray) -> NumPyArray:
+        """``|x|``."""
+        return np.abs(x)
+
+    @_quiet
+    def rounded(self, x: NumPyArray) -> NumPyArray:
+        """To whole numbers, ties to even."""
+        return np.rint(x)
+
+    @_quiet
+    def floored(self, x: NumPyArray) -> NumPyArray:
+        """Down to whole numbers."""
+        return np.floor(x)
+
+    @_quiet
+    def at_least(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
+        """1 where ``x >= y``."""
+        return np.greater_equal(x, y).view(np.uint8)
+
+    def largest(self, x: NumPyArray) -> NumPyArray:
+        """The largest ``|x|`` of every row."""
+        largest: NumPyArray = np.max(np.abs(x), axis=-1, keepdims=True)
+        return largest
+
+    @_quiet
+    def average(self, x: NumPyArray) -> NumPyArray:
+        """The mean of every row."""
+        return np.mean(x, axis=-1, keepdims=True, dtype=np.float64).astype(x.dtype)
+
+    def packed(self, codes: NumPyArray, bits: int) -> NumPyArray:
+        """Codes packed into bytes."""
+        each = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        joined: NumPyArray = np.bitwise_or.reduce(each << shifts, axis=-1)
+        return joined
+
+    def unpacked(self, x: NumPyArray, bits: int) -> NumPyArray:
+        """Bytes taken apart into codes."""
+        each: NumPyArray = x[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8(2**bits - 1)
+        return each.reshape(*x.shape[:-1], -1)
+
+    def uniform(self, size: int, seed: int, step: int) -> NumPyArray:
+        """Numbers in [0, 1)."""
+        return np.random.Generator(np.random.Philox(key=[seed, step])).random(size, np.float32)
+
+    def from_host(self, make: Callable[[int], NumPyArray], step: int, size: int, dtype: str) -> NumPyArray:
+        """What Python makes."""
+        return make(step).astype(dtype, copy=False)
+
+    def take(self, x: NumPyArray, places: NumPyArray) -> NumPyArray:
+        """Some elements."""
+        return x[places]
+
+    @_quiet
+    def added_at(self, x: NumPyArray, places: NumPyArray, values: NumPyArray) -> NumPyArray:
+        """``x`` with values added."""
+        x[places] += values
+        return x
+
+    @_quiet
+    def places_of_largest(self, x: NumPyArray, count: int) -> NumPyArray:
+        """Where the largest ones are; of equal ones the first."""
+        size = np.where(np.isnan(x), np.asarray(np.inf, x.dtype), np.abs(x))
+        candidates = np.flatnonzero(size >= _threshold(size, count))
+        if candidates.size < count:  # the sample was not like the rest
+            candidates = np.arange(size.size)
+        size = size[candidates]
+        least = np.partition(size, -count)[-count]
+        above, level = np.flatnonzero(size > least), np.flatnonzero(size == least)
+        found: NumPyArray = candidates[np.sort(np.concatenate([above, level[: count - above.size]]))]
+        return found
+
+    def transposed(self, x: NumPyArray) -> NumPyArray:
+        """Rows as columns."""
+        return x.T
+
+    @_quiet
+    def matmul(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
+        """The product of two matrices."""
+        product: NumPyArray = x @ y
+        return product
+
+    def orthonormal(self, x: NumPyArray) -> NumPyArray:
+        """Rows of length 1, times the inverse of the Cholesky factor of their products; that one is never singular."""
+        rows = self.over(x, self.largest(x)).astype(np.float64)  # first, so that no square overflows
+        rows = self.over(rows, np.sqrt(np.sum(rows * rows, axis=-1, keepdims=True)))
+        products = rows @ rows.T + RIDGE * np.eye(len(rows))
+        rows = np.linalg.solve(np.linalg.cholesky(products), rows)
+        return rows.astype(x.dtype)
+
+
+def _threshold(size: NumPyArray, count: int) -> Any:
+    """Guess from a sample a number that rather more than ``count`` are not below."""
+    stride = size.size // SAMPLE
+    wanted = sample_rank(size.size, count)
+    if stride < 2 or not wanted:
+        return 0
+    sample = size[::stride]
+    return np.partition(sample, -wanted)[-wanted]
+
+
+SAMPLE = 2**16  # of so many numbers a threshold is guessed
+RIDGE = 1e-12  # float64 keeps a Cholesky factor this far from singular
+
+
+def sample_rank(size: int, count: int) -> int:
+    """Return which of the largest of a sample to take as a threshold; 0 where a guess would not help.
+
+    A third more than wanted, and four standard deviations for a small number, so that a miss is rare.
+    """
+    expected = count * (size // (size // SAMPLE)) / size if size >= SAMPLE else 0.0
+    wanted = int(1.3 * expected + 4 * expected**0.5 + 4)
+    return wanted if expected > 0 and wanted < SAMPLE // 2 else 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from hvdplus import codecs
 from hvdplus.strategy import Strategy
 
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
@@ -38,15 +39,28 @@ class Parameter:
         """The dtype of those numbers."""
         return _REAL.get(self.dtype, self.dtype)
 
+    @property
+    def in_memory(self) -> tuple[int, ...]:
+        """The lengths of the dimensions in the order in which they lie in memory; complex numbers are pairs."""
+        lengths = self.shape
+        if len(self.layout) == len(self.shape):
+            order = sorted(range(len(lengths)), key=lambda i: -self.layout[i])
+            lengths = tuple(lengths[i] for i in order)
+        return (*lengths, 2) if self.dtype in _REAL else lengths
+
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter's place in its bucket: ``index`` in the parameters given, ``offset`` in numbers."""
+    """A parameter's place in its bucket: ``index`` in the parameters given, ``offset`` in numbers.
+
+    ``shape`` is that of its numbers as they lie in memory.
+    """
 
     index: int
     name: str
     offset: int
     count: int
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,11 +135,13 @@ def plan(parameters: Sequence[Parameter], strategy: Strategy, notes: int = 0) ->
 
 
 def codec_of(parameter: Parameter, strategy: Strategy) -> str:
-    """Return the spec of the codec in which ``parameter`` travels."""
-    for glob, spec in strategy.overrides.items():
+    """Return the spec of the codec in which ``parameter`` travels: exact where the one wanted cannot take its shape."""
+    spec = strategy.codec if parameter.count >= strategy.min_compress else "exact"
+    for glob, other in strategy.overrides.items():
         if fnmatch.fnmatchcase(parameter.name, glob):
-            return spec
-    return strategy.codec if parameter.count >= strategy.min_compress else "exact"
+            spec = other
+            break
+    return spec if codecs.serves(spec, parameter.in_memory) else "exact"
 
 
 def _nbytes(parameter: Parameter) -> int:
@@ -135,7 +151,7 @@ def _nbytes(parameter: Parameter) -> int:
 def _bucket(index: int, key: tuple[str, str, str], indices: list[int], parameters: Sequence[Parameter]) -> Bucket:
     members, offset = [], 0
     for i in indices:
-        members.append(Member(i, parameters[i].name, offset, parameters[i].count))
+        members.append(Member(i, parameters[i].name, offset, parameters[i].count, parameters[i].in_memory))
         offset += parameters[i].count
     return Bucket(index, *key, tuple(members))
 

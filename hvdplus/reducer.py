@@ -119,8 +119,19 @@ class Reducer(Generic[A]):
         self._strategy, self._collectives, self._arrays, self._watch = strategy, collectives, arrays, watch
         self._exact = codecs.make("exact")
         self._codecs = [_with_feedback(codecs.make(b.codec), strategy.feedback) for b in plan.buckets]
-        self._sites = [Site(b.label, arrays, collectives, new_cell=new_cell) for b in plan.buckets]
+        self._sites = [self._site(bucket, new_cell) for bucket in plan.buckets]
         self._flights: list[_Flight[A]] = []
+
+    def _site(self, bucket: Bucket, new_cell: Callable[[str, int, str], Cell[A]] | None) -> Site[A]:
+        return Site(
+            bucket.label,
+            self._arrays,
+            self._collectives,
+            new_cell=new_cell,
+            place=bucket.index,
+            shapes=tuple(member.shape for member in bucket.members),
+            feedback=self._strategy.feedback is not False,
+        )
 
     @property
     def started(self) -> int:

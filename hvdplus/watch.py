@@ -98,9 +98,9 @@ class Watch:
             if not pending.done():
                 self._poll(pending)
             return pending.result()
-        except ExchangeError:
-            raise
         except Exception as error:
+            if error is self.echo:
+                raise
             raise self.translated(error) from error
         finally:
             self.position.waiting = False

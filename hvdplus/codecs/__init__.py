@@ -4,7 +4,7 @@ from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.contract import Codec, Exchange, Outcome, Site
 from hvdplus.codecs.exact import Exact
 from hvdplus.codecs.feedback import ErrorFeedback
-from hvdplus.codecs.registry import known, make, register
+from hvdplus.codecs.registry import known, make, register, serves
 from hvdplus.codecs.twophase import two_phase
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "known",
     "make",
     "register",
+    "serves",
     "two_phase",
 ]

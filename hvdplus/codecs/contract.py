@@ -28,9 +28,12 @@ class Outcome(Generic[A]):
 class Site(Generic[A]):
     """The place where a codec works: one bucket of one plan on one rank.
 
-    It holds the array operations, the rank and number of ranks, the step (number of exchanges so far), whether
-    somebody will read ``Outcome.sent``, and the state cells that outlive a step. ``new_cell`` (name, size, dtype)
-    makes a cell where plain arrays will not do, because the framework saves its variables or traces its steps.
+    It holds the array operations, the rank and number of ranks, the step (number of exchanges so far; a tensor where a
+    framework traces its steps), whether somebody will read ``Outcome.sent``, and the state cells that outlive a step.
+    ``new_cell`` (name, size, dtype) makes a cell where plain arrays will not do, because the framework saves its
+    variables or traces its steps. ``place`` is the bucket's number in its plan, ``shapes`` are its members' shapes as
+    they lie in memory (none: one of one dimension). ``feedback`` says whether a codec may keep what it loses beyond
+    ``sent``.
     """
 
     name: str
@@ -40,6 +43,9 @@ class Site(Generic[A]):
     keep_sent: bool = True
     cells: dict[str, Cell[A]] = field(default_factory=dict)
     new_cell: Callable[[str, int, str], Cell[A]] | None = None
+    place: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
+    feedback: bool = True
 
     @property
     def rank(self) -> int:
@@ -75,7 +81,11 @@ Exchange: TypeAlias = Generator[Request[A] | Sequence[Request[A]], Any, Outcome[
 
 
 class Codec(Protocol):
-    """The contract. A class with this one method is a codec; ``lossy`` says whether error feedback helps it."""
+    """The contract. A class with this one method is a codec.
+
+    Where it has more: ``lossy`` says whether error feedback helps it, and ``serves(shape)`` whether it can take an
+    array of this shape (as it lies in memory), which else travels exact.
+    """
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Encode ``x`` (shape ``(n,)``, given up by the caller), ask for collectives, return the outcome."""

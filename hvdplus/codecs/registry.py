@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.contract import Codec
 from hvdplus.codecs.exact import Exact
+from hvdplus.codecs.lowrank import PowerSGD
+from hvdplus.codecs.quantize import Int4, Int8, OneBit, Ternary
+from hvdplus.codecs.sparsify import RandomK, TopK
 from hvdplus.errors import StrategyError
 
 C = TypeVar("C", bound=Callable[..., Codec])
@@ -17,6 +20,13 @@ _MAKERS: dict[str, Callable[..., Codec]] = {
     "exact": Exact,
     "fp16": lambda: Cast("float16"),
     "bf16": lambda: Cast("bfloat16"),
+    "int8": Int8,
+    "int4": Int4,
+    "ternary": Ternary,
+    "onebit": OneBit,
+    "topk": TopK,
+    "randomk": RandomK,
+    "powersgd": PowerSGD,
 }
 
 
@@ -70,6 +80,12 @@ def make(spec: str) -> Codec:
         return _MAKERS[name](*arguments, **options)
     except TypeError as error:
         raise StrategyError(f"codec spec {spec!r} does not fit codec {name!r}: {error}.") from error
+
+
+def serves(spec: str, shape: tuple[int, ...]) -> bool:
+    """Whether the codec that ``spec`` names can take an array of this shape."""
+    codec = make(spec)
+    return bool(codec.serves(shape)) if hasattr(codec, "serves") else True
 
 
 def split(spec: str) -> tuple[str, list[Any], dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from hvdplus.arrays import Arrays, Cell
 from hvdplus.codecs.contract import Exchange, Outcome, Site
 from hvdplus.collectives import AllGather, AllToAll
 
@@ -21,6 +22,8 @@ def two_phase(
     decode: Callable[[A], A],
     site: Site[A],
     combine: Callable[[A], A] | None = None,
+    residual: Cell[A] | None = None,
+    real: int | None = None,
 ) -> Exchange[A]:
     """Average encoded chunks over the ranks.
 
@@ -30,14 +33,31 @@ def two_phase(
         decode: turns ``(rows, m)`` into ``(rows, k)`` numbers of fp32 or better.
         site: where it happens.
         combine: turns the decoded rows ``(ranks, k)`` into their average ``(k,)``; their mean where it is not given.
+        residual: ``(k,)`` numbers of fp32: what encoding this rank's averages has lost so far, added to the next one.
+        real: how many of this rank's ``k`` numbers are no filling, which is nothing to be averaged or kept.
 
     Returns:
         An outcome whose mean has shape ``(ranks * k,)``; ``sent`` is left to the caller.
     """
+    arrays = site.arrays
     mine = yield AllToAll(chunks)
-    average = (combine or site.arrays.mean_rows)(decode(mine))
+    average = (combine or arrays.mean_rows)(decode(mine))
+    width = arrays.count(average)
+    average = _cleared(average, real, arrays)
+    if residual is not None:
+        average = arrays.add(average, residual.read())
     everyone = yield AllGather(encode(average))
-    return Outcome(site.arrays.flat(decode(everyone)))
+    mean = arrays.flat(decode(everyone))
+    if residual is not None:
+        delivered = arrays.part(mean, site.rank * width, (site.rank + 1) * width)
+        lost = _cleared(arrays.subtract(average, delivered), real, arrays)
+        residual.write(arrays.where_finite(mean, lost, residual.read()))
+    return Outcome(mean)
+
+
+def _cleared(x: A, real: int | None, arrays: Arrays[A]) -> A:
+    """Return ``x`` with zeros behind the first ``real`` numbers."""
+    return x if real is None else arrays.padded(arrays.head(x, real), arrays.count(x))
 
 
 def two_phase_cast(x: A, dtype: str, site: Site[A], divide: bool = False) -> Exchange[A]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
+
+from hvdplus.arrays import RIDGE, NumPyArray
 
 Tensor: TypeAlias = Any  # tf.Tensor, eager or symbolic; TensorFlow ships no types
 
@@ -89,3 +93,119 @@ class TensorFlowArrays:
             whole = tf.bitwise.left_shift(tf.cast(tf.bitcast(x, tf.uint16), tf.uint32), tf.constant(16, tf.uint32))
             return tf.cast(tf.bitcast(whole, tf.float32), into)
         return tf.cast(tf.bitcast(x, dtype), into)
+
+    def padded(self, x: Tensor, size: int) -> Tensor:
+        """``x`` with zeros behind it."""
+        return x if self.count(x) == size else tf.pad(x, [[0, size - self.count(x)]])
+
+    def shaped(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """``x`` in another shape."""
+        return tf.reshape(x, shape)
+
+    def part(self, x: Tensor, begin: int, end: int) -> Tensor:
+        """A part of the last axis."""
+        return x[..., begin:end]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Tensors behind one another."""
+        return tf.concat(list(parts), axis=-1)
+
+    def to_bytes(self, x: Tensor) -> Tensor:
+        """The memory as uint8."""
+        return tf.reshape(tf.bitcast(x, tf.uint8), [*x.shape[:-1], x.shape[-1] * x.dtype.size])
+
+    def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
+        """The memory as ``dtype``."""
+        each = tf.as_dtype(dtype).size
+        return tf.bitcast(tf.reshape(x, [*x.shape[:-1], x.shape[-1] // each, each]), dtype)
+
+    def shifted(self, x: Tensor, amount: int) -> Tensor:
+        """``x + amount``."""
+        return x + tf.constant(amount, x.dtype)
+
+    def times(self, x: Tensor, y: Tensor) -> Tensor:
+        """``x * y``."""
+        return x * y
+
+    def over(self, x: Tensor, y: Tensor) -> Tensor:
+        """``x / y``; what is divided by infinity is 0."""
+        return x / tf.where(tf.equal(y, 0), tf.constant(np.inf, y.dtype), y)
+
+    def absolute(self, x: Tensor) -> Tensor:
+        """``|x|``."""
+        return tf.abs(x)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """To whole numbers, ties to even."""
+        return tf.round(x)
+
+    def floored(self, x: Tensor) -> Tensor:
+        """Down to whole numbers."""
+        return tf.floor(x)
+
+    def at_least(self, x: Tensor, y: Tensor) -> Tensor:
+        """1 where ``x >= y``."""
+        return tf.cast(tf.greater_equal(x, y), tf.uint8)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest ``|x|`` of every row."""
+        return tf.reduce_max(tf.abs(x), axis=-1, keepdims=True)
+
+    def average(self, x: Tensor) -> Tensor:
+        """The mean of every row."""
+        return tf.cast(tf.reduce_mean(tf.cast(x, tf.float64), axis=-1, keepdims=True), x.dtype)
+
+    def packed(self, codes: Tensor, bits: int) -> Tensor:
+        """Codes packed into bytes."""
+        each = 8 // bits
+        joined = codes[..., ::each]
+        for i in range(1, each):
+            shift = tf.constant(bits * i, tf.uint8)
+            joined = tf.bitwise.bitwise_or(joined, tf.bitwise.left_shift(codes[..., i::each], shift))
+        return joined
+
+    def unpacked(self, x: Tensor, bits: int) -> Tensor:
+        """Bytes taken apart into codes."""
+        shifts = tf.range(0, 8, bits)
+        each = tf.bitwise.right_shift(x[..., None], tf.cast(shifts, tf.uint8))
+        codes = tf.bitwise.bitwise_and(each, tf.constant(2**bits - 1, tf.uint8))
+        return tf.reshape(codes, [*x.shape[:-1], x.shape[-1] * (8 // bits)])
+
+    def uniform(self, size: int, seed: int, step: int) -> Tensor:
+        """Numbers in [0, 1) that need no state."""
+        return tf.random.stateless_uniform([size], tf.stack([tf.constant(seed, tf.int64), tf.cast(step, tf.int64)]))
+
+    def from_host(self, make: Callable[[int], NumPyArray], step: int, size: int, dtype: str) -> Tensor:
+        """What Python makes: a constant where the step is known."""
+        if isinstance(step, int):
+            return tf.constant(make(step), dtype)
+        made = tf.numpy_function(lambda number: make(int(number)).astype(dtype), [step], tf.as_dtype(dtype))
+        return tf.ensure_shape(made, [size])
+
+    def take(self, x: Tensor, places: Tensor) -> Tensor:
+        """Some elements."""
+        return tf.gather(x, places)
+
+    def added_at(self, x: Tensor, places: Tensor, values: Tensor) -> Tensor:
+        """``x`` with values added."""
+        return tf.tensor_scatter_nd_add(x, places[:, None], values)
+
+    def places_of_largest(self, x: Tensor, count: int) -> Tensor:
+        """Where the largest ones are; of equal ones the first."""
+        size = tf.where(tf.math.is_nan(x), tf.constant(np.inf, x.dtype), tf.abs(x))
+        return tf.sort(tf.cast(tf.math.top_k(size, count).indices, tf.int64))
+
+    def transposed(self, x: Tensor) -> Tensor:
+        """Rows as columns."""
+        return tf.transpose(x)
+
+    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
+        """The product of two matrices."""
+        return tf.matmul(x, y)
+
+    def orthonormal(self, x: Tensor) -> Tensor:
+        """Rows of length 1, times the inverse of the Cholesky factor of their products."""
+        rows = tf.cast(self.over(x, self.largest(x)), tf.float64)
+        rows = self.over(rows, tf.norm(rows, axis=-1, keepdims=True))
+        products = tf.matmul(rows, rows, transpose_b=True) + RIDGE * tf.eye(rows.shape[0], dtype=tf.float64)
+        return tf.cast(tf.linalg.triangular_solve(tf.linalg.cholesky(products), rows), x.dtype)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+
+from hvdplus.arrays import RIDGE, SAMPLE, NumPyArray, sample_rank
 
 _DTYPES = {
     "float16": torch.float16,
@@ -10,8 +14,11 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
     "uint8": torch.uint8,
 }
+_WORDS = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}  # as many bytes as there are codes in one
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -96,3 +103,138 @@ class TorchArrays:
     def from_bits(self, x: torch.Tensor, dtype: str, into: str) -> torch.Tensor:
         """Read the bits of ``dtype``."""
         return x.view(_DTYPES[dtype]).to(_DTYPES[into])
+
+    def padded(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        """``x`` with zeros behind it."""
+        return x if x.numel() == size else torch.nn.functional.pad(x, (0, size - x.numel()))
+
+    def shaped(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """``x`` in another shape."""
+        return x.reshape(shape)
+
+    def part(self, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """A part of the last axis."""
+        return x[..., begin:end]
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Tensors behind one another."""
+        return torch.cat(list(parts), dim=-1)
+
+    def to_bytes(self, x: torch.Tensor) -> torch.Tensor:
+        """The memory as uint8."""
+        return x.contiguous().view(torch.uint8)
+
+    def from_bytes(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """The memory as ``dtype``; what does not begin where such numbers may is copied first."""
+        aligned = x.contiguous()
+        if aligned.storage_offset() % _DTYPES[dtype].itemsize:
+            aligned = aligned.clone()
+        return aligned.view(_DTYPES[dtype])
+
+    def shifted(self, x: torch.Tensor, amount: int) -> torch.Tensor:
+        """``x + amount``."""
+        return x + amount
+
+    def times(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """``x * y``."""
+        return x * y
+
+    def over(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """``x / y``; what is divided by infinity is 0."""
+        return x / torch.where(y == 0, torch.inf, y)
+
+    def absolute(self, x: torch.Tensor) -> torch.Tensor:
+        """``|x|``."""
+        return x.abs()
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """To whole numbers, ties to even."""
+        return x.round()
+
+    def floored(self, x: torch.Tensor) -> torch.Tensor:
+        """Down to whole numbers."""
+        return x.floor()
+
+    def at_least(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """1 where ``x >= y``."""
+        return torch.ge(x, y).view(torch.uint8)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest ``|x|`` of every row."""
+        largest: torch.Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True)
+        return largest
+
+    def average(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of every row."""
+        return x.mean(dim=-1, keepdim=True, dtype=torch.float64).to(x.dtype)
+
+    def packed(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
+        """Codes packed into bytes: one product moves all codes of a word beside one another, into its upper byte."""
+        each = 8 // bits
+        if each == 1:
+            return codes
+        word = codes.contiguous().view(_WORDS[bits])
+        top = 8 * each - 8
+        return (word * sum(1 << top - i * (8 - bits) for i in range(each)) >> top).to(torch.uint8)
+
+    def unpacked(self, x: torch.Tensor, bits: int) -> torch.Tensor:
+        """Bytes taken apart into codes."""
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
+        return (x.unsqueeze(-1) >> shifts).bitwise_and_(2**bits - 1).flatten(-2)
+
+    def uniform(self, size: int, seed: int, step: int) -> torch.Tensor:
+        """Numbers in [0, 1) from a generator of their own."""
+        generator = torch.Generator(self.device).manual_seed(seed << 31 ^ step)
+        return torch.rand(size, generator=generator, dtype=torch.float32, device=self.device)
+
+    def from_host(self, make: Callable[[int], NumPyArray], step: int, size: int, dtype: str) -> torch.Tensor:
+        """What Python makes, copied to the device without waiting for it."""
+        made = torch.from_numpy(make(step)).to(_DTYPES[dtype])
+        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
+
+    def take(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Some elements."""
+        return x.index_select(0, places)
+
+    def added_at(self, x: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """``x`` with values added."""
+        return x.index_add_(0, places, values)
+
+    def places_of_largest(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """Where the largest ones are; on the host, of equal ones the first."""
+        size = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        if x.is_cuda:  # a number of candidates would have to be waited for
+            return torch.topk(size, count, sorted=False).indices.sort().values
+        candidates = _candidates(size, count)
+        size = size if candidates is None else size[candidates]
+        least = torch.topk(size, count, sorted=False).values.min()
+        above, level = torch.nonzero(size > least).flatten(), torch.nonzero(size == least).flatten()
+        found = torch.cat([above, level[: count - above.numel()]]).sort().values
+        return found if candidates is None else candidates[found]
+
+    def transposed(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows as columns."""
+        return x.t()
+
+    def matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The product of two matrices."""
+        return x @ y
+
+    def orthonormal(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of length 1, times the inverse of the Cholesky factor of their products; no error is looked for."""
+        rows = self.over(x, self.largest(x)).double()
+        rows = self.over(rows, torch.linalg.vector_norm(rows, dim=-1, keepdim=True))
+        ridge = torch.eye(len(rows), dtype=torch.float64, device=x.device) * RIDGE
+        factor = torch.linalg.cholesky_ex(rows @ rows.t() + ridge).L
+        found: torch.Tensor = torch.linalg.solve_triangular(factor, rows, upper=False)
+        return found.to(x.dtype)
+
+
+def _candidates(size: torch.Tensor, count: int) -> torch.Tensor | None:
+    """Return where numbers are that may be among the largest, rather more than ``count``; None for all."""
+    stride, wanted = size.numel() // SAMPLE, sample_rank(size.numel(), count)
+    if stride < 2 or not wanted:
+        return None
+    threshold = torch.topk(size[::stride], wanted, sorted=False).values.min()
+    candidates = torch.nonzero(size >= threshold).flatten()
+    return candidates if candidates.numel() >= count else None

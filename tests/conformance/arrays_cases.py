@@ -250,3 +250,147 @@ class ArraysCases:
     def test_bits_of_float64(self):
         self.check("to_bits", np.linspace(-7e4, 7e4, 1001), dtype="float16")
         self.check("to_bits", np.linspace(-7e4, 7e4, 1001), dtype="bfloat16")
+
+    @pytest.mark.parametrize("dtype", [*FLOATS, "uint8", "int32"])
+    @pytest.mark.parametrize("size", [5, 6, 12])
+    def test_padded_is_followed_by_zeros(self, dtype, size):
+        self.check("padded", np.arange(1, 6).astype(dtype), size=size)
+        self.check("padded", np.zeros(0, dtype), size=size)
+
+    @pytest.mark.parametrize("dtype", ["float32", "uint8"])
+    def test_shapes_parts_and_what_they_join_to(self, dtype):
+        values = np.arange(24).astype(dtype)
+        for shape in ((4, 6), (2, -1), (24, 1), (-1,)):
+            self.check("shaped", values, shape=shape)
+        rows = values.reshape(4, 6)
+        for begin, end in ((0, 2), (2, 5), (5, 6), (3, 3)):
+            self.check("part", values, begin, end)
+            self.check("part", rows, begin, end)
+        parts = [rows[:, :1].copy(), rows[:, 1:4].copy(), rows[:, 4:].copy()]
+        same(self.read(self.arrays.joined([self.lend(part) for part in parts])), rows)
+        same(self.read(self.arrays.joined([self.lend(values[:0]), self.lend(values)])), values)
+
+    @pytest.mark.parametrize("dtype", ["float32", "int16", "int32"])
+    def test_bytes(self, dtype):
+        values = np.random.default_rng(3).integers(0, 256, (3, 8), np.uint8).view(dtype)
+        self.check("to_bytes", values)
+        self.check("from_bytes", values.view(np.uint8), dtype=dtype)
+        row = np.random.default_rng(4).integers(0, 256, 13, np.uint8)  # a part that begins at an odd place
+        part = self.arrays.part(self.lend(row), 1, 13)
+        assert self.read(self.arrays.from_bytes(part, dtype)).tobytes() == row[1:].tobytes()
+        part = self.arrays.part(self.lend(row.repeat(2).reshape(2, 13)), 1, 13)  # rows with gaps between them
+        assert self.read(self.arrays.from_bytes(part, dtype)).tobytes() == row.repeat(2).reshape(2, 13)[:, 1:].tobytes()
+
+    @pytest.mark.parametrize(("dtype", "amount"), [("float32", -1), ("float32", 128), ("float64", 3), ("uint8", 1)])
+    def test_shifted(self, dtype, amount):
+        self.check("shifted", np.arange(9).astype(dtype), amount=amount)
+
+    @pytest.mark.parametrize("name", ["times", "over", "at_least"])
+    def test_what_takes_a_column_for_a_row(self, name):
+        values = specials("float32")
+        column = np.array([[0.0], [2.0], [np.inf], [np.nan], [-0.0]], np.float32)
+        self.check(name, values, values[::-1].copy())
+        self.check(name, np.stack([values] * 5), column)
+
+    def test_what_is_divided_by_nothing_is_nothing(self):
+        quotient = self.read(
+            self.arrays.over(self.lend(np.array([1.0, 0.0], np.float32)), self.lend(np.zeros(1, np.float32)))
+        )
+        assert quotient.tolist() == [0, 0]
+
+    @pytest.mark.parametrize("name", ["absolute", "rounded", "floored"])
+    def test_one_by_one(self, name):
+        for values in (specials("float32"), np.linspace(-4, 4, 33).astype(np.float32), random_floats()):
+            self.check(name, values)
+
+    @pytest.mark.parametrize("name", ["largest", "average"])
+    def test_one_number_a_row(self, name):
+        normal = np.random.default_rng(5).normal(size=(40, 33)).astype(np.float32)
+        for values in (normal, normal[0], -np.ones((2, 1), np.float32), np.stack([[np.nan, 1], [np.inf, 2]])):
+            self.check(name, values.astype(np.float32))
+
+    @pytest.mark.parametrize("bits", [1, 2, 4, 8])
+    def test_codes_are_packed_the_first_lowest(self, bits):
+        codes = np.random.default_rng(6).integers(0, 2**bits, (7, 24), np.uint8)
+        packed = self.arrays.packed(self.lend(codes), bits)
+        as_bits = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., :bits].reshape(7, -1)
+        same(self.read(packed), np.packbits(as_bits, axis=-1, bitorder="little"))
+        same(self.read(self.arrays.unpacked(packed, bits)), codes)
+        every = np.arange(256, dtype=np.uint8)
+        same(self.read(self.arrays.packed(self.arrays.unpacked(self.lend(every), bits), bits)), every)
+
+    def test_uniform(self):
+        draw = lambda *key: self.read(self.arrays.uniform(10_000, *key))  # noqa: E731
+        first = draw(7, 3)
+        assert first.dtype == np.float32 and first.min() >= 0 and first.max() < 1
+        assert abs(first.mean() - 0.5) < 0.02 and abs(first.std() - 12**-0.5) < 0.02
+        same(draw(7, 3), first)
+        assert (draw(7, 4) != first).any() and (draw(8, 3) != first).any() and (draw(2**32 - 1, 10**9) != first).any()
+
+    @pytest.mark.parametrize("dtype", ["int64", "float32"])
+    def test_from_host(self, dtype):
+        made = self.arrays.from_host(lambda step: np.arange(4) + step, 3, 4, dtype)
+        same(self.read(made), np.arange(3, 7).astype(dtype))
+
+    def test_take_and_add(self):
+        places = np.array([1, 2, 13], np.int64)
+        self.check("take", specials("float32"), places)
+        self.check("added_at", specials("float32"), places, np.array([1.5, 2, np.nan], np.float32))
+
+    @pytest.mark.parametrize("size", [1, 2, 100, 70_000, 300_001])
+    def test_places_of_largest(self, size):
+        values = np.random.default_rng(size).normal(size=size).astype(np.float32)
+        for count in {1, max(size // 100, 1), max(size // 2, 1), size}:
+            expected = np.sort(np.argsort(-np.abs(values), kind="stable")[:count])
+            places = self.read(self.arrays.places_of_largest(self.lend(values), count))
+            same(places, expected)
+
+    def test_places_of_largest_where_a_sample_tells_nothing(self):
+        period = np.zeros(300_000, np.float32)
+        period[::4] = np.linspace(1, 2, 75_000)  # all that a sample with that stride sees
+        late = np.zeros(300_000, np.float32)
+        late[-50:] = np.arange(1, 51)
+        for values in (period, np.roll(period, 1), late, -late):
+            for count in (50, 3000):
+                found = self.read(self.arrays.places_of_largest(self.lend(values), count))
+                assert len(found) == count and (np.diff(found) > 0).all()
+                same(np.sort(np.abs(values[found])), np.sort(np.abs(values))[-count:])
+
+    @pytest.mark.parametrize("size", [7, 200_000])
+    def test_what_is_not_finite_is_the_largest(self, size):
+        values = np.linspace(1, 2, size, dtype=np.float32)
+        values[[1, 3, 5]] = [np.nan, -np.inf, np.inf]
+        values[0] = np.finfo(np.float32).max
+        assert self.read(self.arrays.places_of_largest(self.lend(values), 3)).tolist() == [1, 3, 5]
+        assert self.read(self.arrays.places_of_largest(self.lend(values), 4)).tolist() == [0, 1, 3, 5]
+
+    def test_products_of_matrices(self):
+        generator = np.random.default_rng(7)
+        x, y = generator.normal(size=(3, 50)).astype(np.float32), generator.normal(size=(50, 4)).astype(np.float32)
+        product = self.arrays.matmul(self.lend(x), self.lend(y))
+        np.testing.assert_allclose(self.read(product), x.astype(np.float64) @ y, rtol=1e-4, atol=1e-5)
+        product = self.arrays.matmul(self.lend(y), self.arrays.transposed(self.lend(y)))
+        np.testing.assert_allclose(self.read(product), y.astype(np.float64) @ y.T, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+    def test_orthonormal_rows_span_the_same(self, scale):
+        rows = np.random.default_rng(8).normal(size=(4, 30)) * [[1], [1e-5], [1e4], [1]]
+        rows[3] = rows[0] + 1e-2 * rows[3]
+        found = self.read(self.arrays.orthonormal(self.lend((rows[:3] * scale).astype(np.float32))))
+        np.testing.assert_allclose(found @ found.T, np.eye(3), atol=1e-5)
+        if scale == 1:
+            found = self.read(self.arrays.orthonormal(self.lend(rows.astype(np.float32))))
+            np.testing.assert_allclose(found @ found.T, np.eye(4), atol=1e-5)
+            np.testing.assert_allclose(rows @ found.T @ found, rows, rtol=1e-3, atol=1e-4)
+
+    @pytest.mark.parametrize("rank", [0, 1, 3])
+    def test_orthonormal_rows_of_less_than_full_rank(self, rank):
+        generator = np.random.default_rng(9)
+        rows = (generator.normal(size=(6, rank)) @ generator.normal(size=(rank, 20))).astype(np.float32)
+        found = self.read(self.arrays.orthonormal(self.lend(rows))).astype(np.float64)
+        assert np.isfinite(found).all()
+        assert np.linalg.eigvalsh(found.T @ found).max() < 1 + 1e-5  # a projection, or less
+        np.testing.assert_allclose(rows @ found.T @ found, rows, atol=1e-4)
+        more_than_there_is_room_for = generator.normal(size=(5, 3)).astype(np.float32)
+        found = self.read(self.arrays.orthonormal(self.lend(more_than_there_is_room_for))).astype(np.float64)
+        assert np.linalg.eigvalsh(found.T @ found).max() < 1 + 1e-5

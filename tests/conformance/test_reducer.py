@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from codec_laws import register_signs
+from codec_laws import OURS, register_ours
 
 from hvdplus import ExchangeError, Strategy
 from hvdplus.arrays import NumPyArrays
@@ -22,9 +22,10 @@ SMALL = {"min_compress": 0, "bucket_bytes": 1024}
 
 @pytest.fixture(autouse=True, scope="module")
 def _user_codec():
-    register_signs()
+    register_ours()
     yield
-    del registry._MAKERS["signs"]
+    for name in OURS:
+        del registry._MAKERS[name]
 
 
 def make(collectives, strategy, model=MODEL):

@@ -125,12 +125,14 @@ def test_no_parameters_no_buckets():
 
 
 def test_a_scalar_has_one_element():
-    assert plan([Parameter("scalar", (), "float32")], Strategy()).buckets[0].members == (Member(0, "scalar", 0, 1),)
+    assert plan([Parameter("scalar", (), "float32")], Strategy()).buckets[0].members == (Member(0, "scalar", 0, 1, ()),)
 
 
 def test_a_complex_number_is_two_real_ones():
     (bucket,) = plan([Parameter("c", (3,), "complex64"), Parameter("r", (2,), "float32")], Strategy()).buckets
-    assert bucket == Bucket(0, "exact", "float32", "", (Member(1, "r", 0, 2), Member(0, "c", 2, 6)), flags=2)
+    assert bucket == Bucket(
+        0, "exact", "float32", "", (Member(1, "r", 0, 2, (2,)), Member(0, "c", 2, 6, (3, 2))), flags=2
+    )
 
 
 def test_min_compress_counts_numbers_and_begins_at_its_value():
@@ -178,3 +180,26 @@ def test_labels_say_what_is_in_the_bucket():
 def test_a_parameter_reads_well():
     assert str(Parameter("w", (2, 3), "float32")) == "w (2, 3) float32 on cpu"
     assert str(Parameter("w", (2, 3), "float16", "cuda#0", (1, 2))) == "w (2, 3) float16 on cuda#0 with strides (1, 2)"
+
+
+def test_a_codec_of_matrices_takes_matrices_and_knows_their_shapes():
+    parameters = [
+        Parameter("conv", (64, 32, 3, 3), "float32"),
+        Parameter("bias", (4096,), "float32"),
+        Parameter("linear", (64, 128), "float32"),
+        Parameter("thin", (2000, 4), "float32"),  # of rank 4 at most
+    ]
+    exact, low, _ = plan(parameters, Strategy("powersgd:4")).buckets
+    assert (low.codec, exact.codec) == ("powersgd:4", "exact")
+    assert [(m.name, m.shape) for m in low.members] == [("linear", (64, 128)), ("conv", (64, 32, 3, 3))]
+    assert [m.name for m in exact.members] == ["thin", "bias"]
+    assert codec_of(parameters[2], Strategy(overrides={"linear": "powersgd:100"})) == "exact"
+
+
+def test_a_shape_is_that_in_memory():
+    conv, c = (64, 32, 3, 3), (32, 64)
+    assert Parameter("contiguous", conv, "float32", "", (288, 9, 3, 1)).in_memory == conv
+    assert Parameter("channels last", conv, "float32", "", (288, 1, 96, 32)).in_memory == (64, 3, 3, 32)
+    assert Parameter("transposed", c, "float32", "", (1, 32)).in_memory == (64, 32)
+    assert Parameter("unknown", c, "float32").in_memory == c
+    assert Parameter("complex", c, "complex64").in_memory == (32, 64, 2)
