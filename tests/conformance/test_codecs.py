@@ -509,6 +509,15 @@ def test_powersgd_starts_alike_on_all_ranks_and_is_warm_afterwards():
     assert errors[-1] < 1.01 * np.linalg.norm(best) < errors[0]
 
 
+def test_powersgd_says_so_where_its_products_overflow():
+    """Sending nothing instead would be taken for a gradient of 0."""
+    sites = Wire(2).sites()
+    for site in sites:
+        site.shapes = ((20, 30),)
+    outcomes = lockstep("powersgd:2", [np.full(600, 3e38, np.float32)] * 2, sites=sites)
+    assert not np.isfinite(outcomes[1].mean).any()
+
+
 def test_powersgd_flies_twice_however_many_matrices_there_are():
     wire = Wire(2)
     sites = wire.sites()
