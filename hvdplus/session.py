@@ -28,7 +28,8 @@ class Framework(Generic[A]):
     """What the core must know of a framework to start a job in it.
 
     ``lend`` and ``read`` turn a NumPy array into the framework's and back; ``host`` makes a host engine's collectives
-    serve its arrays; ``horovod`` starts Horovod with ``init``'s arguments and returns its collectives. ``late`` says
+    serve its arrays; ``horovod`` starts Horovod with ``init``'s arguments and returns its collectives, and
+    ``horovod_stop`` ends it. ``late`` says
     that the framework must not be used in ``init``, because a program chooses its devices by local rank after it.
     """
 
@@ -38,6 +39,7 @@ class Framework(Generic[A]):
     host: Callable[[Collectives[NumPyArray]], Collectives[A]]
     horovod: Callable[..., Collectives[A]]
     horovod_serves: Callable[[World], bool]
+    horovod_stop: Callable[[], object]
     late: bool = False
 
 
@@ -93,6 +95,56 @@ class Session(Generic[A]):
     def _all(self, value: NumPyArray, name: str, among: Collectives[A]) -> NumPyArray:
         pending = among.start(AllGather(self.framework.lend(value)), name)
         return self.framework.read(self.watch.wait(pending))
+
+
+class Holder(Generic[A]):
+    """The session of this process in one framework: what ``init()`` and ``shutdown()`` of an adapter are."""
+
+    def __init__(self, framework: Framework[A]) -> None:
+        self._framework = framework
+        self._session: Session[A] | None = None
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """Join the job: find this rank, choose the engine (``HVDPLUS_ENGINE``), start it, open the line to all ranks.
+
+        A second call does nothing. Arguments are Horovod's (``comm``, ``process_sets``) and need its engine.
+
+        Raises:
+            LaunchError: no engine can serve what the launcher started, or the engine sees another world.
+        """
+        if self._session is None:
+            self._session = start(self._framework, *args, **kwargs)
+
+    def session(self) -> Session[A]:
+        """Return the current session.
+
+        Raises:
+            LaunchError: ``init()`` was not called.
+        """
+        if self._session is None:
+            raise LaunchError(f"hvdplus is not initialised; call hvdplus.{self._framework.name}.init() first.")
+        return self._session
+
+    def is_initialized(self) -> bool:
+        """Return whether ``init()`` was called."""
+        return self._session is not None
+
+    def shutdown(self) -> None:
+        """Leave the job. ``init()`` may be called again afterwards."""
+        if self._session is None:
+            return
+        leaving, self._session = self._session, None
+        if leaving.engine == "horovod":
+            self._framework.horovod_stop()
+        leaving.watch.disconnect()
+
+    def rank(self) -> int:
+        """Return this process's rank, 0 to ``size() - 1``."""
+        return self.session().world.rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.session().world.size
 
 
 def start(framework: Framework[A], *args: Any, **kwargs: Any) -> Session[A]:

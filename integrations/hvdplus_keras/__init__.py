@@ -5,18 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hvdplus.horovod_arguments import Adasum, Average, Sum
 from hvdplus_keras import callbacks
 from hvdplus_keras._backend import adapter
 from hvdplus_keras._io import load_model
 from hvdplus_keras._ops import allgather, allreduce, broadcast, broadcast_variables, init, reducescatter
-from hvdplus_keras._optimizer import (
-    Adasum,
-    Average,
-    DistributedOptimizer,
-    PartialDistributedOptimizer,
-    Sum,
-    wrap,
-)
+from hvdplus_keras._optimizer import DistributedOptimizer, PartialDistributedOptimizer, wrap
 
 __all__ = [
     "Adasum",

@@ -15,6 +15,7 @@ import numpy as np
 
 from hvdplus.collectives import Collectives, LocalCollectives
 from hvdplus.errors import StrategyError
+from hvdplus.horovod_arguments import Average, strategy_of
 from hvdplus.session import Session
 from hvdplus.strategy import Strategy
 from hvdplus.world import World
@@ -26,9 +27,6 @@ from hvdplus_keras._exchanger import Exchanger
 _PACKAGE = "import hvdplus.keras first"
 _MISSING = "hvdplus DistributedOptimizer (import hvdplus.keras first, before the model is loaded)"
 _NAME = "DistributedOptimizer"
-
-# Horovod's numbers for its reductions.
-Average, Sum, Adasum = range(3)
 
 _SCOPES = itertools.count()
 _CLASSES: dict[type, type] = {}
@@ -233,20 +231,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and arguments
     Raises:
         StrategyError: arguments contradict each other or cannot be used; the message names them.
     """
-    chosen = Strategy.of(strategy, **fields)
-    if compression is not None and (codec := codec_of(compression)) != "exact":
-        chosen = _combine(chosen, "codec", codec, "compression")
-    _check_op(op, gradient_predivide_factor)
-    if op == Sum:
-        chosen = _combine(chosen, "op", "sum", "op")
-    passes = backward_passes_per_step
-    if not isinstance(passes, int) or passes < 1:
-        raise StrategyError(f"backward_passes_per_step={passes!r} must be a whole number above 0.")
-    if passes > 1:
-        chosen = _combine(chosen, "accumulate", passes, "backward_passes_per_step")
-    if isinstance(wanted := num_groups if groups is None else groups, int) and wanted < 0:
-        raise StrategyError(f"num_groups={wanted!r} must be 0 or more; buckets are sized by bucket_bytes.")
-    wrapped = _wrap(optimizer, model, chosen, process_set, passes > 1 and not average_aggregated_gradients)
+    chosen = strategy_of(
+        Strategy.of(strategy, **fields),
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        backward_passes_per_step=backward_passes_per_step,
+        num_groups=num_groups,
+        groups=groups,
+    )
+    sums = backward_passes_per_step > 1 and not average_aggregated_gradients
+    wrapped = _wrap(optimizer, model, chosen, process_set, sums)
     if name is not None:
         wrapped.name = name
     of(wrapped).scale_local = scale_local_gradients
@@ -272,42 +267,6 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     for variable in (variable for layer in layers for variable in layer.trainable_weights):
         wrapped.register_local_var(variable)
     return wrapped
-
-
-def codec_of(compression: Any) -> str:
-    """Translate Horovod's ``compression=`` into a codec spec.
-
-    Raises:
-        StrategyError: it is a class of the user's own.
-    """
-    names = {"NoneCompressor": "exact", "FP16Compressor": "fp16"}
-    name = getattr(compression, "__name__", type(compression).__name__).lstrip("_")
-    if name not in names:
-        raise StrategyError(
-            f"compression={name} is not known here; use Compression.none or Compression.fp16, or register a codec "
-            f"(hvdplus.codecs.register) and name it in strategy=."
-        )
-    return names[name]
-
-
-def _combine(strategy: Strategy, field: str, value: Any, argument: str) -> Strategy:
-    given = getattr(strategy, field)
-    if given not in (getattr(Strategy(), field), value):
-        raise StrategyError(
-            f"{argument}= asks for {field}={value!r} and strategy for {field}={given!r}; give one of the two."
-        )
-    return Strategy.of(strategy, **{field: value})
-
-
-def _check_op(op: Any, predivide: float) -> None:
-    if op == Adasum:
-        raise StrategyError(
-            "op=Adasum combines updates, not gradients, and is not offered by this optimizer; use Average or Sum."
-        )
-    if op not in (Average, Sum):
-        raise StrategyError(f"op={op!r} must be Average or Sum.")
-    if predivide != 1.0 and op != Average:
-        raise StrategyError(f"gradient_predivide_factor={predivide!r} needs op=Average; leave it out for op=Sum.")
 
 
 def _wrap(optimizer: Any, model: Any, strategy: Strategy, process_set: Any = None, sum_passes: bool = False) -> Any:

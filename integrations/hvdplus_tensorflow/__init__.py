@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hvdplus.errors import LaunchError
+from hvdplus.horovod_arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdplus_tensorflow._broadcast import allgather_object, broadcast_object, broadcast_variables
 from hvdplus_tensorflow._compression import Compression
 from hvdplus_tensorflow._ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allreduce,
     alltoall,

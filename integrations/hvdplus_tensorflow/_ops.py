@@ -12,13 +12,11 @@ import tensorflow as tf
 
 from hvdplus.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter, Request
 from hvdplus.errors import LaunchError, StrategyError
+from hvdplus.horovod_arguments import Average, Sum
 from hvdplus_tensorflow import _session
 from hvdplus_tensorflow._arrays import Tensor
 from hvdplus_tensorflow._compression import Compression
 from hvdplus_tensorflow._engines import horovod
-
-# Horovod's numbers for its reductions.
-Average, Sum, Adasum, Min, Max, Product = range(6)
 
 _NUMBERS = itertools.count(1)
 

@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from hvdplus import session as core
 from hvdplus.arrays import NumPyArray
-from hvdplus.errors import LaunchError
 from hvdplus_tensorflow._arrays import Tensor
 from hvdplus_tensorflow._engines import HostBridge, horovod, horovod_serves, start_horovod
 
@@ -28,10 +27,13 @@ _TENSORFLOW = core.Framework(
     host=HostBridge,
     horovod=start_horovod,
     horovod_serves=horovod_serves,
+    horovod_stop=lambda: horovod().shutdown(),
     late=True,
 )
 
-_current: Session | None = None
+_HOLDER = core.Holder(_TENSORFLOW)
+shutdown, is_initialized = _HOLDER.shutdown, _HOLDER.is_initialized
+session, rank, size = _HOLDER.session, _HOLDER.rank, _HOLDER.size
 
 
 def init(*args: Any, **kwargs: Any) -> None:
@@ -43,48 +45,10 @@ def init(*args: Any, **kwargs: Any) -> None:
     Raises:
         LaunchError: no engine can serve what the launcher started, or the engine sees another world.
     """
-    global _current
-    if _current is None:
-        _current = core.start(_TENSORFLOW, *args, **kwargs)
-        if isinstance(_current.collectives, HostBridge):
-            _current.collectives.wait = _current.watch.wait
-
-
-def session() -> Session:
-    """Return the current session.
-
-    Raises:
-        LaunchError: ``init()`` was not called.
-    """
-    if _current is None:
-        raise LaunchError("hvdplus is not initialised; call hvdplus.tensorflow.init() first.")
-    return _current
-
-
-def is_initialized() -> bool:
-    """Return whether ``init()`` was called."""
-    return _current is not None
-
-
-def shutdown() -> None:
-    """Leave the job. ``init()`` may be called again afterwards."""
-    global _current
-    if _current is None:
-        return
-    leaving, _current = _current, None
-    if leaving.engine == "horovod":
-        horovod().shutdown()
-    leaving.watch.disconnect()
-
-
-def rank() -> int:
-    """Return this process's rank, 0 to ``size() - 1``."""
-    return session().world.rank
-
-
-def size() -> int:
-    """Return the number of ranks."""
-    return session().world.size
+    _HOLDER.init(*args, **kwargs)
+    current = session()
+    if isinstance(current.collectives, HostBridge):
+        current.collectives.wait = current.watch.wait
 
 
 def local_rank() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdplus.errors import LaunchError
+from hvdplus.horovod_arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdplus_torch._broadcast import (
     allgather_object,
     broadcast_object,
@@ -13,12 +14,6 @@ from hvdplus_torch._broadcast import (
 )
 from hvdplus_torch._compression import Compression
 from hvdplus_torch._ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allgather_async,
     allreduce,

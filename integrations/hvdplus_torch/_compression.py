@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from hvdplus.errors import StrategyError
-
 
 class _NoneCompressor:
     """Leaves a tensor as it is."""
@@ -46,19 +44,3 @@ class Compression:
 
     none = _NoneCompressor
     fp16 = _FP16Compressor
-
-
-def codec_of(compression: Any) -> str:
-    """Translate ``compression=`` into a codec spec.
-
-    Raises:
-        StrategyError: it is a class of the user's own.
-    """
-    names = {"NoneCompressor": "exact", "FP16Compressor": "fp16"}
-    name = getattr(compression, "__name__", type(compression).__name__).lstrip("_")
-    if name not in names:
-        raise StrategyError(
-            f"compression={name} is not known here; use Compression.none or Compression.fp16, or register a codec "
-            f"(hvdplus.codecs.register) and name it in strategy=."
-        )
-    return names[name]

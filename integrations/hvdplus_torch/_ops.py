@@ -11,12 +11,10 @@ import torch
 
 from hvdplus.collectives import AllGather, AllReduce, AllToAll, Pending, ReduceScatter, Request
 from hvdplus.errors import LaunchError, StrategyError
+from hvdplus.horovod_arguments import Average, Sum
 from hvdplus_torch import _session
 from hvdplus_torch._compression import Compression
 from hvdplus_torch._engines import horovod
-
-# Horovod's numbers for its reductions.
-Average, Sum, Adasum, Min, Max, Product = range(6)
 
 _HANDLES: dict[int, Any] = {}
 _NUMBERS = itertools.count(1)

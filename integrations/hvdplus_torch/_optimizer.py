@@ -14,14 +14,13 @@ import torch
 
 from hvdplus.collectives import Collectives, LocalCollectives
 from hvdplus.errors import StrategyError
+from hvdplus.horovod_arguments import Average, strategy_of
 from hvdplus.strategy import Strategy
 from hvdplus.world import World
 from hvdplus_torch import _session
 from hvdplus_torch._broadcast import optimizer_state_from
-from hvdplus_torch._compression import codec_of
 from hvdplus_torch._engines import HorovodCollectives
 from hvdplus_torch._exchanger import Exchanger
-from hvdplus_torch._ops import Adasum, Average, Sum
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -135,53 +134,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name and arguments
     Raises:
         StrategyError: arguments contradict each other or cannot be used; the message names them.
     """
-    chosen = Strategy.of(strategy, **fields)
-    if compression is not None and (codec := codec_of(compression)) != "exact":
-        chosen = _combine(chosen, "codec", codec, "compression")
-    _check_op(op, gradient_predivide_factor)
-    if op == Sum:
-        chosen = _combine(chosen, "op", "sum", "op")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise StrategyError(f"backward_passes_per_step={backward_passes_per_step!r} must be a whole number above 0.")
-    if backward_passes_per_step > 1 and chosen.accumulate > 1:
-        raise StrategyError(
-            f"backward_passes_per_step={backward_passes_per_step} and accumulate={chosen.accumulate} contradict each "
-            f"other: the first adds up passes, the second averages them; give one of the two."
-        )
-    if backward_passes_per_step > 1:
-        chosen = Strategy.of(chosen, accumulate=backward_passes_per_step)
-    _check_groups(num_groups, groups)
+    chosen = strategy_of(
+        Strategy.of(strategy, **fields),
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        backward_passes_per_step=backward_passes_per_step,
+        num_groups=num_groups,
+        groups=groups,
+    )
     wrapped = _wrap(optimizer, model, named_parameters, chosen, process_set, sum_passes=backward_passes_per_step > 1)
     wrapped.set_backward_passes_per_step = wrapped.hvdplus.set_accumulation  # type: ignore[attr-defined]
     wrapped._parameter_names = wrapped.hvdplus.parameter_names()  # type: ignore[attr-defined]  # as scripts read it
     return wrapped
-
-
-def _combine(strategy: Strategy, field: str, value: str, argument: str) -> Strategy:
-    if getattr(strategy, field) not in (getattr(Strategy(), field), value):
-        raise StrategyError(
-            f"{argument}= asks for {field}={value!r} and strategy for {field}={getattr(strategy, field)!r}; give one "
-            f"of the two."
-        )
-    return Strategy.of(strategy, **{field: value})
-
-
-def _check_op(op: Any, predivide: float) -> None:
-    if op == Adasum:
-        raise StrategyError(
-            "op=Adasum combines updates, not gradients, and is not offered by this optimizer; use Average or Sum, or "
-            "horovod.torch.DistributedOptimizer."
-        )
-    if op not in (Average, Sum):
-        raise StrategyError(f"op={op!r} must be Average or Sum.")
-    if predivide != 1.0 and op != Average:
-        raise StrategyError(f"gradient_predivide_factor={predivide!r} needs op=Average; leave it out for op=Sum.")
-
-
-def _check_groups(num_groups: int, groups: Any) -> None:
-    wanted = num_groups if groups is None else groups
-    if isinstance(wanted, int) and wanted < 0:
-        raise StrategyError(f"num_groups={wanted!r} must be 0 or more; buckets are sized by bucket_bytes.")
 
 
 def _wrap(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from hvdplus import session as core
 from hvdplus.collectives import Broadcast, Collectives
-from hvdplus.errors import LaunchError
 from hvdplus_torch._engines import HostBridge, horovod, horovod_serves, start_horovod
 
 Session: TypeAlias = core.Session[torch.Tensor]
@@ -20,59 +19,12 @@ _TORCH = core.Framework(
     host=HostBridge,
     horovod=start_horovod,
     horovod_serves=horovod_serves,
+    horovod_stop=lambda: horovod().shutdown(),
 )
 
-_current: Session | None = None
-
-
-def init(*args: Any, **kwargs: Any) -> None:
-    """Join the job: find this rank, choose the engine (``HVDPLUS_ENGINE``), start it, open the line to all ranks.
-
-    A second call does nothing. Arguments are Horovod's (``comm``, ``process_sets``) and need its engine.
-
-    Raises:
-        LaunchError: no engine can serve what the launcher started, or the engine sees another world.
-    """
-    global _current
-    if _current is None:
-        _current = core.start(_TORCH, *args, **kwargs)
-
-
-def session() -> Session:
-    """Return the current session.
-
-    Raises:
-        LaunchError: ``init()`` was not called.
-    """
-    if _current is None:
-        raise LaunchError("hvdplus is not initialised; call hvdplus.torch.init() first.")
-    return _current
-
-
-def is_initialized() -> bool:
-    """Return whether ``init()`` was called."""
-    return _current is not None
-
-
-def shutdown() -> None:
-    """Leave the job. ``init()`` may be called again afterwards."""
-    global _current
-    if _current is None:
-        return
-    leaving, _current = _current, None
-    if leaving.engine == "horovod":
-        horovod().shutdown()
-    leaving.watch.disconnect()
-
-
-def rank() -> int:
-    """Return this process's rank, 0 to ``size() - 1``."""
-    return session().world.rank
-
-
-def size() -> int:
-    """Return the number of ranks."""
-    return session().world.size
+_HOLDER = core.Holder(_TORCH)
+init, shutdown, is_initialized = _HOLDER.init, _HOLDER.shutdown, _HOLDER.is_initialized
+session, rank, size = _HOLDER.session, _HOLDER.rank, _HOLDER.size
 
 
 def local_rank() -> int:

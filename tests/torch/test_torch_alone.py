@@ -10,7 +10,7 @@ import torch
 
 import hvdplus
 import hvdplus.torch as hvd
-from hvdplus_torch import _ops
+from hvdplus import horovod_arguments
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -180,7 +180,7 @@ def test_names_may_be_a_generator_and_more_than_the_optimizer_has():
 def test_the_numbers_of_horovods_reductions_are_horovods():
     horovod = pytest.importorskip("horovod.torch")
     for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product"):
-        assert getattr(_ops, name) == getattr(horovod, name)
+        assert getattr(horovod_arguments, name) == getattr(horovod, name)
 
 
 def test_before_init_there_is_no_rank():

@@ -34,6 +34,7 @@ def framework(horovod=None, serves=False):
         host=lambda collectives: collectives,
         horovod=horovod or (lambda *args, **kwargs: pytest.fail("Horovod is not wanted")),
         horovod_serves=lambda world: serves,
+        horovod_stop=lambda: None,
     )
 
 
