@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from hvdplus.errors import ExchangeError
+from hvdplus.errors import ExchangeError, StrategyError
 from hvdplus.plan import Plan
 from hvdplus.strategy import Strategy
 from hvdplus.version import __version__
@@ -37,6 +38,18 @@ def agree(items: Items, gather: Gather, hint: str = "") -> None:
         return
     everyone = [[tuple(item) for item in json.loads(answer)] for answer in gather(text)]
     raise ExchangeError(f"the ranks disagree: {first_difference(everyone)}{'; ' + hint if hint else ''}.")
+
+
+def check_every() -> int:
+    """Read ``HVDPLUS_CHECK_EVERY``: the updates between two comparisons of all parameters, 0 for never.
+
+    Raises:
+        StrategyError: the value is no such number.
+    """
+    text = os.environ.get("HVDPLUS_CHECK_EVERY", "0")
+    if not text.isdecimal():
+        raise StrategyError(f"HVDPLUS_CHECK_EVERY={text!r} must be a number of updates, 0 for never.")
+    return int(text)
 
 
 def describe(plan: Plan, strategy: Strategy, owner: str, sums: bool) -> list[tuple[str, str]]:

@@ -23,6 +23,13 @@ def wanted(environ: Mapping[str, str] = os.environ) -> str:
     return name
 
 
+def built_for(world: World, gloo: bool, mpi: bool) -> bool:
+    """Whether a Horovod that is built with Gloo, with MPI, can join what this launcher started."""
+    if world.size == 1 or world.launcher == "override":
+        return gloo or mpi
+    return gloo if world.launcher == "horovodrun" else mpi and world.launcher in MPI_LAUNCHERS
+
+
 def choose(wish: str, world: World, horovod_serves: Callable[[World], bool], mpi_available: Callable[[], bool]) -> str:
     """Pick the engine for ``world``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from hvdplus.agreement import agree, describe
+from hvdplus.agreement import agree, check_every, describe
 from hvdplus.arrays import NumPyArray
 from hvdplus.collectives import Collectives
 from hvdplus.errors import ExchangeError, StrategyError
@@ -67,7 +66,7 @@ class Exchanger:
         self.stats = Stats()
         self.updates = 0
         self.updated = False
-        self.check_every = _check_every()
+        self.check_every = check_every()
         self._variables: list[Any] = []
         self._index: dict[int, int] = {}
         self._local: dict[int, Any] = {}  # variables of this rank alone, by id
@@ -546,10 +545,3 @@ def _checksum(arrays: Sequence[NumPyArray]) -> int:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         seed = zlib.crc32(raw.tobytes(), zlib.crc32(str(array.shape).encode(), seed))
     return seed
-
-
-def _check_every() -> int:
-    text = os.environ.get("HVDPLUS_CHECK_EVERY", "0")
-    if not text.isdecimal():
-        raise StrategyError(f"HVDPLUS_CHECK_EVERY={text!r} must be a number of updates, 0 for never.")
-    return int(text)

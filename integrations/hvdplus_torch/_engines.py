@@ -17,7 +17,8 @@ from hvdplus.collectives import (
     Ready,
     Request,
 )
-from hvdplus.world import MPI_LAUNCHERS, World
+from hvdplus.engines import built_for
+from hvdplus.world import World
 
 
 def horovod() -> Any:
@@ -31,14 +32,10 @@ def horovod_serves(world: World) -> bool:
     """Whether Horovod is built for torch and can join what this launcher started."""
     try:
         hvd = horovod()
-        gloo, mpi = hvd.gloo_built(), hvd.mpi_built()
+        gloo, mpi = bool(hvd.gloo_built()), bool(hvd.mpi_built())
     except (ImportError, AttributeError, OSError):  # absent, built without torch, or for another version of it
         return False
-    if world.size == 1 or world.launcher == "override":
-        return bool(gloo or mpi)
-    if world.launcher == "horovodrun":
-        return bool(gloo)
-    return bool(mpi) and world.launcher in MPI_LAUNCHERS
+    return built_for(world, gloo, mpi)
 
 
 def start_horovod(*args: Any, **kwargs: Any) -> HorovodCollectives:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from hvdplus.agreement import check_every
 from hvdplus.collectives import Collectives
 from hvdplus.errors import ExchangeError, StrategyError
 from hvdplus.reducer import Reducer, Window
@@ -68,7 +68,7 @@ class Exchanger:
         self._scaler = ScalerGuard(optimizer)
         self._hooks = Hooks(self, early=strategy.accumulate > 1)
         self._alone = collectives.size == 1 and strategy.accumulate == 1  # the plain optimizer: no hook, no copy
-        self._check_every = _check_every()
+        self._check_every = check_every()
         self._agreed = True
         self._layouts = itertools.count()
         self._built: dict[tuple[bool, ...], _Built] = {}
@@ -535,10 +535,3 @@ class Exchanger:
 def _nothing(p: torch.nn.Parameter) -> torch.nn.Parameter:
     """Stand in for a frozen parameter: nothing to exchange."""
     return torch.nn.Parameter(p.detach().new_empty(0, dtype=torch.float32), requires_grad=False)
-
-
-def _check_every() -> int:
-    text = os.environ.get("HVDPLUS_CHECK_EVERY", "0")
-    if not text.isdecimal():
-        raise StrategyError(f"HVDPLUS_CHECK_EVERY={text!r} must be a number of updates, 0 for never.")
-    return int(text)
