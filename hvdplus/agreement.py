@@ -66,6 +66,7 @@ def describe(plan: Plan, strategy: Strategy, owner: str, sums: bool) -> list[tup
         ("optimizer", owner),
         *((key, json.dumps(value)) for key, value in strategy.to_dict().items()),
         ("micro-batches", "summed" if sums else "averaged"),
+        ("HVDPLUS_CHECK_EVERY", str(check_every())),
         *((f"parameter {i}", str(parameter)) for i, parameter in enumerate(plan.parameters)),
     ]
 

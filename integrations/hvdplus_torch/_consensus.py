@@ -37,7 +37,7 @@ class Consensus:
     def _gather(self, payload: bytes) -> list[bytes]:
         return self._session.gather(payload, self._collectives)
 
-    def agree(self, plan: Plan, strategy: Strategy, sums: bool, check_every: int, step: int) -> None:
+    def agree(self, plan: Plan, strategy: Strategy, sums: bool, step: int) -> None:
         """Compare plan and strategy.
 
         Raises:
@@ -46,8 +46,7 @@ class Consensus:
         owner = f"{type(self._optimizer).__name__}, wrapped as number {self._scope}"
         self._session.watch.at(step, f"the agreement of optimizer {self._scope}")
         hint = "all ranks must build the same model, optimizer and strategy in the same order"
-        items = [*describe(plan, strategy, owner, sums), ("HVDPLUS_CHECK_EVERY", str(check_every))]
-        agree(items, self._gather, hint)
+        agree(describe(plan, strategy, owner, sums), self._gather, hint)
 
     def weights_differ(self) -> bool:
         """Compare parameters and optimizer state, the first time it is asked; False ever after."""

@@ -225,7 +225,7 @@ class Exchanger:
         if not self._agreed:
             self._agreed = True
             plan, step = self._layout.plan, self.stats.steps
-            self.consensus.agree(plan, self.strategy, self._sums, self._check_every, step)
+            self.consensus.agree(plan, self.strategy, self._sums, step)
 
     def _take(self, index: int, p: torch.nn.Parameter) -> None:
         """Move one gradient into its bucket."""
