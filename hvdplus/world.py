@@ -169,19 +169,17 @@ def _first_number(names: tuple[str, ...], environ: Mapping[str, str]) -> int | N
     return None
 
 
-def tasks_per_node(text: str) -> list[int]:
+def tasks_per_node(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
     """Expand Slurm's run-length form: ``2(x3),1`` is ``[2, 2, 2, 1]``.
 
     Raises:
-        LaunchError: the text is not of that form.
+        LaunchError: the text, the value of the variable ``name``, is not of that form.
     """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]+)(?:\(x([0-9]+)\))?\s*", part, re.ASCII)
         if match is None:
-            raise LaunchError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of Slurm's form such as '2(x3),1'; unset it or correct it."
-            )
+            raise LaunchError(f"{name}={text!r} is not of Slurm's form such as '2(x3),1'; unset it or correct it.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

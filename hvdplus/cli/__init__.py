@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from hvdplus.cli import install_horovod
+from hvdplus.cli import install_horovod, run
 from hvdplus.errors import HvdplusError
 
 __all__ = ["app", "main"]
@@ -32,6 +32,7 @@ def hvdplus() -> None:
 
 
 app.command("install-horovod")(install_horovod.install_horovod)
+app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 
 
 def main() -> None:

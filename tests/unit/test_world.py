@@ -278,13 +278,15 @@ def test_tasks_per_node_refuses(text):
 PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
 
 
-@pytest.mark.parametrize("lines", [["n1", "n2"], ["n1", "n1", "n2", "n2", ""]], ids=["a line a node", "a line a slot"])
+@pytest.mark.parametrize(
+    "lines", [["n1", "n2", "n3"], ["n1", "n1", "n2", "n2", "n3", "n3", ""]], ids=["a line a node", "a line a slot"]
+)
 def test_pals_without_a_size_counts_the_nodes(tmp_path, lines):
     nodes = tmp_path / "nodes"
     nodes.write_text("\n".join(lines) + "\n")
-    assert discover(PALS | {"PBS_NODEFILE": str(nodes)}) == World(3, 4, 1, 2, "pals")
-    with pytest.raises(LaunchError, match=r"PALS_RANKID=4 and PBS_NODEFILE x PALS_LOCAL_SIZE=4 contradict"):
-        discover(PALS | {"PALS_RANKID": "4", "PBS_NODEFILE": str(nodes)})
+    assert discover(PALS | {"PBS_NODEFILE": str(nodes)}) == World(3, 6, 1, 2, "pals")
+    with pytest.raises(LaunchError, match=r"PALS_RANKID=6 and PBS_NODEFILE x PALS_LOCAL_SIZE=6 contradict"):
+        discover(PALS | {"PALS_RANKID": "6", "PBS_NODEFILE": str(nodes)})
     with pytest.raises(LaunchError, match="PALS_LOCAL_SIZE='x' is not a whole number"):
         discover(PALS | {"PALS_LOCAL_SIZE": "x", "PBS_NODEFILE": str(nodes)})
 
