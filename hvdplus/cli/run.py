@@ -13,7 +13,7 @@ import typer
 from hvdplus.errors import LaunchError
 from hvdplus.launch.choice import LAUNCHERS
 from hvdplus.launch.hosts import Host, parse_hostfile, parse_hosts
-from hvdplus.launch.line import Job, Line, make_line
+from hvdplus.launch.line import Job, Line, environment, make_line
 from hvdplus.launch.look import look
 
 
@@ -107,9 +107,7 @@ def checked(command: list[str]) -> tuple[str, ...]:
 
 def become(line: Line) -> None:
     """Replace this process by the launcher, so that signals and the exit status are its own."""
-    environ = {**os.environ, **line.environ}
-    if "PATH" in line.environ:
-        environ["PATH"] = os.pathsep.join([line.environ["PATH"], os.environ.get("PATH", os.defpath)])
+    environ = environment(line, os.environ)
     program = shutil.which(line.argv[0], path=environ["PATH"])
     if program is None:
         raise LaunchError(f"{line.argv[0]} is not on PATH any more; look at it with --dry-run.")

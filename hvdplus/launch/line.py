@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,13 @@ def make_line(site: Site, job: Job) -> Line:
         environ=_settings(site, job),
         notes=(*choice.doubts(site, launcher), *layout.notes),
     )
+
+
+def environment(line: Line, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment to start ``line`` in, on top of ``environ``."""
+    path = environ.get("PATH", os.defpath)
+    first = [line.environ["PATH"]] if "PATH" in line.environ else []
+    return {**environ, **line.environ, "PATH": os.pathsep.join([*first, path])}
 
 
 def refuse_nested(environ: Mapping[str, str]) -> None:
