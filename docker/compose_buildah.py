@@ -52,24 +52,26 @@ class Project:
         made = subprocess.run(["buildah", "from", service["image"]], check=True, capture_output=True, text=True)
         self.containers[name] = made.stdout.split()[-1]
         self.stack.callback(subprocess.run, ["buildah", "rm", self.containers[name]], capture_output=True, check=False)
-        return self.execute(name, service, service["command"])
+        self.stack.callback(self.hosts.end_all)  # comes first: callbacks are called last to first
+        return self.execute(self.containers[name], service, service["command"])
 
-    def execute(self, name: str, service: Service, command: list[str]) -> subprocess.Popen[str]:
-        """Start a command in a service's container, on its host's network."""
+    def execute(self, container: str, service: Service, command: list[str]) -> subprocess.Popen[str]:
+        """Start a command in a container, on the network of a service's host."""
         host = self.host(service)
         target = service["volumes"][0].partition(":")[2]
         line = ["buildah", "run", "--hostname", host.name, "--volume", f"{self.volume}:{target}"]
-        return self.hosts.popen(host, [*line, self.containers[name], "--", *command])
+        return self.hosts.popen(host, [*line, container, "--", *command])
 
     def host(self, service: Service) -> Host:
         """Return the host of a service's name; those without a name share the first one."""
         return next((host for host in self.hosts if host.name == service.get("hostname")), self.hosts[0])
 
     def wait_healthy(self, name: str, service: Service) -> None:
-        """Repeat a service's health check until it passes."""
+        """Repeat a service's health check until it passes, in the first container: buildah runs one program in each."""
         check = service["healthcheck"]
+        idle = next(iter(self.containers.values()))
         for _ in range(check["retries"]):
-            if self.execute(name, service, check["test"][1:]).wait(SECONDS) == 0:
+            if self.execute(idle, service, check["test"][1:]).wait(SECONDS) == 0:
                 return
             time.sleep(float(check["interval"].removesuffix("s")))
         raise SystemExit(f"{name} did not become healthy in {check['retries']} attempts")
