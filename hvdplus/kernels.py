@@ -469,7 +469,7 @@ def spread_drawn(message: NumPyArray, places: NumPyArray, mean: NumPyArray, alar
     alarm[:] = 0 * np.abs(message).max()
 
 
-# -- low rank: matrices (rows, columns) and a few vectors of either length ----------------------------------------------
+# -- low rank: matrices (rows, columns) and a few vectors of either length ----------------------------
 
 
 @_summing
