@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from hvdplus.cli import install_horovod
+from hvdplus.cli import bench, install_horovod
 from hvdplus.errors import HvdplusError
 
 __all__ = ["app", "main"]
@@ -32,6 +32,7 @@ def hvdplus() -> None:
 
 
 app.command("install-horovod")(install_horovod.install_horovod)
+app.command("bench")(bench.bench)
 
 
 def main() -> None:
