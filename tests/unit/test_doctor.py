@@ -709,7 +709,7 @@ def test_json(machine: list[Facts]) -> None:
     assert by_name["host name"] == {
         "check": "host name",
         "status": "bad",
-        "what": "the host name boxa does not resolve; Gloo listens where it does",
+        "what": "the host name boxa does not resolve: ranks over Gloo crash",
         "fix": "add boxa to /etc/hosts",
         "link": "README.md#gloo-and-the-host-name",
     }
