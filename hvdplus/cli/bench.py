@@ -9,17 +9,19 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from hvdplus import codecs, engines
-from hvdplus.autotune import Cost, Survey, survey
 from hvdplus.codecs.auto import LADDER, Auto
 from hvdplus.errors import LaunchError, StrategyError
 from hvdplus.session import Framework, Session, start
+
+if TYPE_CHECKING:  # numba and rich take their time, and other commands shall be quick
+    from rich.console import Console
+
+    from hvdplus.autotune import Cost, Survey
 
 _ALL = "exact,fp16,bf16,int8,int4,ternary,onebit,topk:0.01,randomk:0.01,powersgd:4"
 
@@ -51,6 +53,10 @@ def bench(
     for a model of your size, how many bytes leave a rank, and below which bandwidth a codec beats fp16. Nothing is
     hidden behind computation in these figures: in training, part of it is.
     """
+    from rich.console import Console
+
+    from hvdplus.autotune import survey
+
     numbers = _number(parameters)
     specs = _specs(names, upto)
     session = start(_framework(framework))
@@ -115,6 +121,7 @@ def _no_horovod(*args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def _progress(session: Session[Any], total: int) -> Iterator[Callable[[str], object]]:
     """Show on rank 0 which codec's turn it is."""
+    from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True, disable=session.world.rank != 0) as bar:
@@ -124,6 +131,8 @@ def _progress(session: Session[Any], total: int) -> Iterator[Callable[[str], obj
 
 
 def _show(found: Survey, numbers: int, upto: str, session: Session[Any], console: Console) -> None:
+    from rich.table import Table
+
     fp16 = found.cost("fp16") if any(cost.codec == "fp16" for cost in found.costs) else None
     table = Table(title=f"A step's exchange of {numbers:,} gradients, {found.ranks} rank(s), engine {session.engine}")
     table.add_column("codec")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -53,6 +54,8 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 def local_rank() -> int:
     """Return the rank among the ranks on this host, before TensorFlow has looked at any device."""
+    if os.environ.get("HVDPLUS_LOCAL_RANK"):
+        return session().world.local_rank or 0
     return int(_of_host("local_rank", lambda current: current.world.local_rank))
 
 
