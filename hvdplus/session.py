@@ -17,6 +17,7 @@ from hvdplus import engines, mpi
 from hvdplus.arrays import NumPyArray
 from hvdplus.collectives import AllGather, Broadcast, Collectives, LocalCollectives
 from hvdplus.errors import LaunchError
+from hvdplus.strategy import Strategy
 from hvdplus.watch import Watch
 from hvdplus.world import World, discover, places
 
@@ -181,6 +182,8 @@ def start(framework: Framework[A], *args: Any, **kwargs: Any) -> Session[A]:
 
 def _serve(engine: str, framework: Framework[A], args: Any, kwargs: Any) -> Collectives[A]:
     if engine == "horovod":
+        # A bucket is many arrays fused already: copying several of them into one more buffer costs, and buys nothing.
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(Strategy().bucket_bytes))
         return framework.horovod(*args, **kwargs)
     return framework.host(mpi.MpiCollectives()) if engine == "mpi" else LocalCollectives()
 

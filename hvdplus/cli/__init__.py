@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from hvdplus.cli import doctor, install_horovod, run
+from hvdplus.cli import bench, doctor, install_horovod, run
 from hvdplus.errors import HvdplusError
 
 __all__ = ["app", "main"]
@@ -34,6 +34,7 @@ def hvdplus() -> None:
 app.command("install-horovod")(install_horovod.install_horovod)
 app.command("doctor")(doctor.doctor)
 app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
+app.command("bench")(bench.bench)
 
 
 def main() -> None:

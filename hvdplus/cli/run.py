@@ -10,39 +10,46 @@ from typing import Annotated
 
 import typer
 
+from hvdplus.build.probe import search_path
 from hvdplus.errors import LaunchError
 from hvdplus.launch.choice import LAUNCHERS
 from hvdplus.launch.hosts import Host, parse_hostfile, parse_hosts
 from hvdplus.launch.line import Job, Line, environment, make_line
 from hvdplus.launch.look import look
 
+# The options, each with its help; `run` reads like a plain function.
+Command = Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The program with its arguments.")]
+Ranks = Annotated[
+    int | None, typer.Option("-np", "-n", metavar="N", help="Number of ranks [default: all slots of the hosts].")
+]
+Hosts = Annotated[str, typer.Option("-H", "--hosts", metavar="a:2,b:2", help="Hosts, and ranks on each.")]
+Hostfile = Annotated[
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="The same in a file, a host a line: 'a slots=2'.")
+]
+Launcher = Annotated[str, typer.Option("--launcher", metavar="NAME", help=f"One of {', '.join(LAUNCHERS)}.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the line and nothing else; start nothing.")]
+AllowRoot = Annotated[bool, typer.Option("--allow-run-as-root", help="Let Open MPI run as root; know what you do.")]
+Oversubscribe = Annotated[bool, typer.Option("--oversubscribe", help="Allow more ranks than the hosts have slots.")]
+Forward = Annotated[
+    list[str] | None,
+    typer.Option("-x", metavar="NAME[=VALUE]", help="Take a variable along to all hosts, perhaps set it first."),
+]
+LauncherArgs = Annotated[
+    str, typer.Option("--launcher-args", metavar="ARGS", help="More options for the launcher, in one string.")
+]
+
 
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The program with its arguments.")],
-    ranks: Annotated[
-        int | None, typer.Option("-np", "-n", metavar="N", help="Number of ranks [default: all slots of the hosts].")
-    ] = None,
-    hosts: Annotated[str, typer.Option("-H", "--hosts", metavar="a:2,b:2", help="Hosts, and ranks on each.")] = "",
-    hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", metavar="FILE", help="The same in a file, a host a line: 'a slots=2'.")
-    ] = None,
-    launcher: Annotated[
-        str, typer.Option("--launcher", metavar="NAME", help=f"One of {', '.join(LAUNCHERS)}.")
-    ] = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the line and nothing else; start nothing.")] = False,
-    allow_root: Annotated[
-        bool, typer.Option("--allow-run-as-root", help="Let Open MPI run as root; know what you do.")
-    ] = False,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Allow more ranks than the hosts have slots.")
-    ] = False,
-    forward: Annotated[
-        list[str] | None,
-        typer.Option("-x", metavar="NAME[=VALUE]", help="Take a variable along to all hosts, perhaps set it first."),
-    ] = None,
-    launcher_args: Annotated[
-        str, typer.Option("--launcher-args", metavar="ARGS", help="More options for the launcher, in one string.")
-    ] = "",
+    command: Command,
+    ranks: Ranks = None,
+    hosts: Hosts = "",
+    hostfile: Hostfile = None,
+    launcher: Launcher = "auto",
+    dry_run: DryRun = False,
+    allow_root: AllowRoot = False,
+    oversubscribe: Oversubscribe = False,
+    forward: Forward = None,
+    launcher_args: LauncherArgs = "",
 ) -> None:
     """Start a program on several ranks, with the launcher that works here.
 
@@ -96,8 +103,6 @@ def checked(command: list[str]) -> tuple[str, ...]:
     Raises:
         LaunchError: the program is nowhere on PATH.
     """
-    from hvdplus.build.probe import search_path
-
     program = command[0]
     if shutil.which(program, path=search_path(os.environ)) is None:
         python = f"; write 'python {program}'" if program.endswith(".py") else ", or name it by its full path"

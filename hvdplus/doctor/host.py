@@ -19,7 +19,7 @@ def host_name(machine: Machine) -> Verdict:
     """Say what the host's own name resolves to, which is where Gloo listens."""
     host, addresses = machine.site.host, machine.addresses
     if not addresses:
-        return bad(f"the host name {host} does not resolve; Gloo listens where it does", f"add {host} to /etc/hosts")
+        return bad(f"the host name {host} does not resolve: ranks over Gloo crash", f"add {host} to /etc/hosts")
     shown = ", ".join(addresses)
     if all(address.startswith("127.") or address == "::1" for address in addresses):
         return warn(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdplus.build.diagnose import PYTHON_ERROR
 from hvdplus.build.process import Finished, run_limited
-from hvdplus.build.verify import reason
 from hvdplus.doctor.finding import Finding
 from hvdplus.doctor.pingpong import MARK, Row
 from hvdplus.errors import LaunchError
@@ -21,6 +22,7 @@ from hvdplus.launch.site import Site
 
 LINK = "README.md#no-connection-between-hosts"
 SECONDS = 120.0
+_LONGEST = 300  # letters of a complaint
 _WORDS = {"mpi": "MPI (mpi4py)", "tcp": "plain TCP"}
 
 
@@ -69,13 +71,23 @@ def judge(finished: Finished, where: str) -> Measured:
             rows = tuple(Row(**row) for row in json.loads(text.split(MARK, 1)[1]))
             return Measured(_finding("ok", f"two ranks on {where}: {_summary(rows)}", ""), rows)
     late = f"the two ranks did not end within {SECONDS:.0f} s"
-    what = late if finished.status is None else reason(finished)
+    what = late if finished.status is None else complaint(finished)
     return Measured(_finding("bad", f"{where}: {what}", "see whether ssh, names and firewalls let the hosts talk"))
 
 
+def complaint(finished: Finished) -> str:
+    """Return what a launcher or a rank said: an exception's line, else the first paragraph, for MPIs write such."""
+    lines = [line.split(">:")[-1].strip() for line in finished.output.splitlines()]
+    raised = [line for line in lines if PYTHON_ERROR.match(line)]
+    said = [line if re.search(r"\w", line) else "" for line in lines]  # rulers part paragraphs, too
+    paragraphs = " ".join(line or "\n" for line in said).split("\n")
+    first = next((text.strip() for text in paragraphs if text.strip()), f"exit status {finished.status}")
+    return raised[0] if raised else first[:_LONGEST]
+
+
 def _summary(rows: tuple[Row, ...]) -> str:
-    best = max(row.megabytes_a_second for row in rows)
-    return f"{rows[0].microseconds:,.0f} us, {best:,.0f} MB/s ({best * 8 / 1000:,.1f} Gbit/s)"
+    rate = rows[-1].megabytes_a_second  # of the largest messages: gradients travel in such
+    return f"{rows[0].microseconds:,.0f} us, {rate:,.0f} MB/s ({rate * 8 / 1000:,.1f} Gbit/s)"
 
 
 def _finding(status: str, what: str, fix: str) -> Finding:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from hvdplus.world import discover
 
@@ -30,14 +30,30 @@ class Row:
     megabytes_a_second: float
 
 
+Buffer: TypeAlias = bytes | memoryview
+
+
+class _Room:
+    """A buffer that only grows: making a new one for each message would be measured, too."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def of(self, count: int) -> memoryview:
+        """Return room for ``count`` bytes."""
+        if count > len(self._bytes):
+            self._bytes = bytearray(count)
+        return memoryview(self._bytes)[:count]
+
+
 class Wire(Protocol):
     """One end of a connection between two ranks."""
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: Buffer) -> None:
         """Send a message; an empty one ends the talk."""
 
-    def receive(self) -> bytes:
-        """Wait for a message."""
+    def receive(self) -> Buffer:
+        """Wait for a message; it is there until the next one is waited for."""
 
 
 class TcpWire:
@@ -46,6 +62,7 @@ class TcpWire:
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self._room = _Room()
 
     @classmethod
     def open(cls, rank: int, host: str, port: int) -> TcpWire:
@@ -63,23 +80,23 @@ class TcpWire:
                     raise
                 time.sleep(0.05)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: Buffer) -> None:
         """Write length and message."""
-        self._socket.sendall(struct.pack("!Q", len(data)) + data)
+        self._socket.sendall(struct.pack("!Q", len(data)))
+        self._socket.sendall(data)
 
-    def receive(self) -> bytes:
+    def receive(self) -> Buffer:
         """Read length and message."""
         return self._read(struct.unpack("!Q", self._read(8))[0])
 
-    def _read(self, count: int) -> bytes:
-        data = bytearray(count)
-        view = memoryview(data)
-        while view:
-            got = self._socket.recv_into(view)
+    def _read(self, count: int) -> memoryview:
+        message = rest = self._room.of(count)
+        while len(rest):
+            got = self._socket.recv_into(rest)
             if not got:
                 raise ConnectionError("the other rank hung up")
-            view = view[got:]
-        return bytes(data)
+            rest = rest[got:]
+        return message
 
 
 class MpiWire:
@@ -91,20 +108,21 @@ class MpiWire:
         self._mpi: Any = MPI
         self._comm: Any = MPI.COMM_WORLD
         self._other = 1 - rank
+        self._room = _Room()
         if self._comm.Get_size() != 2:
             raise ConnectionError(f"MPI sees {self._comm.Get_size()} ranks, not 2: it is not the one that started them")
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: Buffer) -> None:
         """Send bytes."""
         self._comm.Send([data, self._mpi.BYTE], dest=self._other)
 
-    def receive(self) -> bytes:
+    def receive(self) -> Buffer:
         """Ask for the length, then receive."""
         status = self._mpi.Status()
         self._comm.Probe(source=self._other, status=status)
-        data = bytearray(status.Get_count(self._mpi.BYTE))
-        self._comm.Recv([data, self._mpi.BYTE], source=self._other)
-        return bytes(data)
+        message = self._room.of(status.Get_count(self._mpi.BYTE))
+        self._comm.Recv([message, self._mpi.BYTE], source=self._other)
+        return message
 
 
 def measure(wire: Wire, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
@@ -132,7 +150,7 @@ def _trips(wire: Wire, message: bytes, clock: Callable[[], float]) -> list[float
 
 def echo(wire: Wire) -> None:
     """Send back what comes, until an empty message comes."""
-    while data := wire.receive():
+    while len(data := wire.receive()):
         wire.send(data)
 
 

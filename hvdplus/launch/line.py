@@ -134,7 +134,7 @@ def lay_out(site: Site, job: Job, launcher: str, ranks: int) -> Layout:
         crowded = ranks > total(hosts)
         if crowded and not job.oversubscribe:
             raise LaunchError(
-                f"-np {ranks} is more than the {total(hosts)} slots of {listed(hosts)}; give hosts more slots "
+                f"-np {ranks} is more than {listed(hosts)} has slots ({total(hosts)}); give hosts more slots "
                 f"(NAME:SLOTS), fewer ranks, or --oversubscribe."
             )
         return Layout(ranks, hosts, crowded, remote=not is_local(hosts, site.host))
@@ -252,11 +252,14 @@ def _srun(site: Site, job: Job, layout: Layout) -> list[str]:
 def _srun_hosts(hosts: tuple[Host, ...]) -> list[str]:
     if not hosts:
         return []
-    if all(host.slots == hosts[0].slots for host in hosts):
-        names = ",".join(host.name for host in hosts)
-        return [f"--nodes={len(hosts)}", f"--ntasks-per-node={hosts[0].slots}", f"--nodelist={names}"]
-    each = ",".join(host.name for host in hosts for _ in range(host.slots))
-    return ["--distribution=arbitrary", f"--nodelist={each}"]
+    if any(host.slots != hosts[0].slots for host in hosts):
+        # --distribution=arbitrary could, but with Slurm 22.05 every later step of the job then fails.
+        raise LaunchError(
+            f"srun puts equally many ranks on every host, not {listed(hosts)}; give all hosts the same number, or use "
+            f"--launcher mpirun."
+        )
+    names = ",".join(host.name for host in hosts)
+    return [f"--nodes={len(hosts)}", f"--ntasks-per-node={hosts[0].slots}", f"--nodelist={names}"]
 
 
 def _horovodrun_gloo(site: Site, job: Job, layout: Layout) -> list[str]:

@@ -21,7 +21,7 @@ def _lend(array: NumPyArray) -> Tensor:
         return tf.convert_to_tensor(array)
 
 
-_TENSORFLOW = core.Framework(
+FRAMEWORK = core.Framework(
     name="tensorflow",
     lend=_lend,
     read=lambda tensor: tensor.numpy(),
@@ -32,7 +32,7 @@ _TENSORFLOW = core.Framework(
     late=True,
 )
 
-_HOLDER = core.Holder(_TENSORFLOW)
+_HOLDER = core.Holder(FRAMEWORK)
 shutdown, is_initialized = _HOLDER.shutdown, _HOLDER.is_initialized
 session, rank, size = _HOLDER.session, _HOLDER.rank, _HOLDER.size
 

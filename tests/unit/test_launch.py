@@ -233,11 +233,6 @@ LINES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
         {"ranks": 4, "hosts": NODES},
         f"srun --mpi=pmix --ntasks=4 --nodes=2 --ntasks-per-node=2 --nodelist=n1,n2 {SRUN_END}",
     ),
-    "Slurm on uneven hosts": (
-        SLURM,
-        {"ranks": 3, "hosts": NODES},
-        f"srun --mpi=pmix --ntasks=3 --distribution=arbitrary --nodelist=n1,n1,n2 {SRUN_END}",
-    ),
     "Slurm, crowded": (
         SLURM,
         {"ranks": 8, "oversubscribe": True},
@@ -351,7 +346,16 @@ REFUSED: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     ),
     "no number": ({}, {"ranks": None}, "how many ranks"),
     "none": ({}, {"ranks": 0}, "-np 0 starts nothing"),
-    "too many": ({}, {"ranks": 5, "hosts": BOXES}, "-np 5 is more than the 4 slots of boxa:2,boxb:2.*--oversubscribe"),
+    "too many": (
+        {},
+        {"ranks": 5, "hosts": BOXES},
+        r"-np 5 is more than boxa:2,boxb:2 has slots \(4\).*--oversubscribe",
+    ),
+    "uneven hosts in Slurm": (
+        SLURM,
+        {"ranks": 3, "hosts": NODES},
+        "srun puts equally many ranks on every host, not n1:2,n2:1.*--launcher mpirun",
+    ),
     "a vendor's MPI and hosts": (
         {"mpi": VENDORS, "horovod": None},
         {"hosts": BOXES},
