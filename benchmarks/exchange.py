@@ -6,6 +6,7 @@ python benchmarks/exchange.py --only "hvdplus/mpi4py/onebit ddp/gloo/fp16" --gbi
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +34,7 @@ PATIENCE_SECONDS = 180.0
 RESULTS = Path(__file__).parent / "results"
 DENSE_START = 3  # steps that DDP's PowerSGD hook needs before it compresses
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a rank had, in bytes: with a tiny network (programs and libraries), and with the real one."""
+    """The most bytes of memory that a rank had: with a tiny network (programs and libraries), and with the real one."""
 
     tiny: int
     full: int

@@ -75,7 +75,8 @@ class _Sources:
     def __init__(self, sources: Sequence[Any], strategy: Strategy) -> None:
         self.sources = sources  # kept, so that their ids stay theirs
         self.session, self.strategy = _session.session(), strategy
-        self.session.meet()
+        with tf.init_scope():  # the first gradient() may be one that is being traced
+            self.session.meet()
         self.scope = f"tape{next(_SCOPES)}"
         self.stats = Stats()
         parameters = [
