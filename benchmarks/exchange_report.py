@@ -91,9 +91,10 @@ def times(rate: Rate, work: str) -> Table:
     rows = [[name, *_times(rate, name), *(_ratio(medians, peer, name) for peer in peers), *_bytes(rate, name)]
             for name in medians]  # fmt: skip
     title = f"{work}: {count(WORK[work]()):,} gradients, {rate.label} ({rate.gbit:.3f} Gbit/s of payload)"
+    compared = " and ".join(peer for peer in peers if peer) or "nobody here"
     caption = (
-        f"ms a step: median and minimum. x: how many times as fast as {' and '.join(p or 'nobody' for p in peers)}. "
-        f"MB sent: what left a host in a step; bound: the ms that those need on this link."
+        f"ms a step: median and minimum. x: how many times as fast as {compared}. MB sent: what left a host in a step; "
+        f"bound: the ms that those need on this link."
     )
     return reporting.table(title, COLUMNS, rows, caption)
 

