@@ -133,8 +133,8 @@ def bars(
             if rows:
                 drawn = axes.barh(rows, [values[row] for row in rows], color=colour, label=label_of)
                 axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
-        edges = ([row + side for row in range(len(names))] for side in (-0.4, 0.4))
-        axes.vlines(bounds, *edges, color=BOUND, linewidth=2.5, label="what its bytes need on this link")
+        upper, lower = ([row + side for row in range(len(names))] for side in (-0.4, 0.4))
+        axes.vlines(bounds, upper, lower, color=BOUND, linewidth=2.5, label="what its bytes need on this link")
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlabel(label)
