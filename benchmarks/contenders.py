@@ -85,9 +85,17 @@ def chosen(patterns: str) -> list[str]:
     A pattern without wildcards that names nobody in the list is taken as a contender of its own, so that any codec can
     be measured.
 
+    Raises:
+        ValueError: a name that nobody can measure, or nobody is named.
+
     >>> chosen("ddp/*/fp16 hvdplus/mpi4py/int8:block=64")
     ['ddp/gloo/fp16', 'hvdplus/mpi4py/int8:block=64']
     """
     globs = patterns.split()
     found = [name for name in ALL if any(fnmatchcase(name, glob) for glob in globs)]
-    return found + [glob for glob in globs if glob not in found and not set(glob) & set("*?[")]
+    others = [glob for glob in globs if glob not in found and not set(glob) & set("*?[")]
+    for name in others:
+        group_of(name)
+    if not found + others:
+        raise ValueError(f"{patterns!r} names no contender; there are {', '.join(ALL)}")
+    return found + others

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -112,14 +112,22 @@ def run(plan: Plan, gbits: Sequence[float | None], with_memory: bool) -> tuple[l
         with Fleet(hosts, 1, env) as fleet, progress_line() as progress:
             for rate in rates:
                 measure(plan, fleet, rate, progress)
-        if not with_memory:
-            return rates, []
-        hosts.shape(None)
-        with console.status("memory, each contender in new processes"):
-            found = memory.measure(
-                [name for name in memory.CONTENDERS if name in plan.contenders], hosts, plan.work, env
-            )
-        return rates, found
+        return rates, measure_memory(plan, hosts, env) if with_memory else []
+
+
+def measure_memory(plan: Plan, hosts: Hosts, env: Mapping[str, str]) -> list[Memory]:
+    """Measure the memory of those contenders for which that is of interest; one that fails is named and left out."""
+    hosts.shape(None)
+    found: list[Memory] = []
+    with console.status("memory, each contender in new processes") as status:
+        plain = memory.peak(memory.PLAIN, hosts, 1, plan.work, env)
+        for name in filter(plan.contenders.__contains__, memory.CONTENDERS):
+            status.update(f"memory: {name}")
+            try:
+                found += memory.measure(name, plain, hosts, plan.work, env)
+            except GroupError as error:
+                console.print(str(error), style="red", markup=False, highlight=False)
+    return found
 
 
 def progress_line() -> Progress:
@@ -154,6 +162,19 @@ def report(plan: Plan, rates: Sequence[Rate], memories: Sequence[Memory], out: P
     console.print(f"{reporting.in_words(machine)}; {took / 60:.1f} minutes; written to {path}")
 
 
+def parse_rate(text: str) -> float | None:
+    """Return a rate in Gbit/s, or None for one that is not limited.
+
+    Raises:
+        ValueError: it is neither a positive number nor `none`.
+    """
+    if text == "none":
+        return None
+    if not (text.replace(".", "", 1).isdigit() and float(text) > 0):
+        raise ValueError(f"gbit has {text!r}; a rate is a number above 0, in Gbit/s, or none")
+    return float(text)
+
+
 def stem(plan: Plan, rate: Rate) -> str:
     """Return the name of a rate's plot, without its ending."""
     speed = "unlimited" if rate.asked is None else f"{rate.asked:g}gbit"
@@ -174,12 +195,17 @@ def main(
     quick: Annotated[bool, typer.Option(help="One round of two steps, and no memory: does everything work?")] = False,
 ) -> None:
     """Average a network's gradients over hosts with every contender in turn, and say how long each took."""
-    names = chosen(only)
+    try:
+        names, gbits = chosen(only), [parse_rate(text) for text in gbit.split(",")]
+        if work not in WORK:
+            raise ValueError(f"work is {work!r}; there are {', '.join(WORK)}")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if quick:
         steps, warmup, rounds, with_memory = 2, 1, 1, False
     plan = Plan(names, work, hosts, steps, warmup, rounds, seconds)
     begin = time.monotonic()
-    rates, memories = run(plan, [None if rate == "none" else float(rate) for rate in gbit.split(",")], with_memory)
+    rates, memories = run(plan, gbits, with_memory)
     report(plan, rates, memories, out, time.monotonic() - begin)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from contenders import group_of
@@ -54,16 +54,18 @@ class Memory:
         return self.total / self.gradients
 
 
-def measure(contenders: Sequence[str], hosts: Hosts, work: str, env: Mapping[str, str]) -> list[Memory]:
-    """Measure contenders, each in new processes, with one rank and with two on every host."""
-    plain = peak(PLAIN, hosts, 1, work, env)
+def measure(contender: str, plain: Peak, hosts: Hosts, work: str, env: Mapping[str, str]) -> list[Memory]:
+    """Measure what a contender takes on top of the plain process, with one rank and with two on every host.
+
+    Raises:
+        GroupError: it failed.
+    """
     size = 4 * count(WORK[work]())
     found = []
-    for contender in contenders:
-        for number in SLOTS:
-            mine = peak(contender, hosts, number, work, env)
-            total, libraries = mine.full - plain.full, mine.tiny - plain.tiny
-            found.append(Memory(contender, number * len(hosts), total, libraries, size))
+    for slots in SLOTS:
+        mine = peak(contender, hosts, slots, work, env)
+        total, libraries = mine.full - plain.full, mine.tiny - plain.tiny
+        found.append(Memory(contender, slots * len(hosts), total, libraries, size))
     return found
 
 
