@@ -82,7 +82,8 @@ def take_turn(plan: Plan, fleet: Fleet, rate: Rate, name: str, number: int) -> N
     if trial.error:
         return
     try:
-        trial.add(fleet.ask(group_of(name), plan.turn(name, number), plan.patience(rate.asked)))
+        ranks = fleet.ask(group_of(name), plan.turn(name, number), plan.patience(rate.asked))
+        trial.add(ranks, fleet.hosts.sharing)
     except GroupError as error:
         trial.error = str(error)
 

@@ -16,7 +16,7 @@ from reporting import Summary
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("contender", "ms", "min", "x hvd fp16", "x DDP fp16", "MB sent", "bound", "% of it")
+COLUMNS = ("contender", "ms", "min", "x hvd fp16", "x DDP fp16", "MB sent", "bound", "% of bound")
 
 
 @dataclass
@@ -35,14 +35,19 @@ class Trial:
     own: dict[str, Any] = field(default_factory=dict)
     error: str = ""
 
-    def add(self, ranks: Sequence[Measured]) -> None:
-        """Take in a round: a step takes as long as its slowest rank; ranks with different means have not exchanged."""
+    def add(self, ranks: Sequence[Measured], sharing: int = 1) -> None:
+        """Take in a round: a step takes as long as its slowest rank; ranks with different means have not exchanged.
+
+        Args:
+            ranks: what each rank measured.
+            sharing: how many ranks sent by the interface that each of them looked at.
+        """
         if any(rank.sample != ranks[0].sample for rank in ranks):
             self.error = f"the ranks' means differ: {[rank.sample for rank in ranks]}"
             return
         steps = [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
         self.rounds.append(steps)
-        self.sent.append(max(rank.sent for rank in ranks) / len(steps))
+        self.sent.append(max(rank.sent for rank in ranks) / sharing / len(steps))
         self.own = ranks[0].own
 
     def summary(self) -> Summary:

@@ -120,10 +120,12 @@ class Hosts:
     Attributes:
         folder: a directory for the run's files, gone with the hosts; it holds `ssh` and each host's TMPDIR.
         interface: the network interface that every host has.
+        sharing: how many hosts' bytes the kernel counts at one such interface.
     """
 
     interface = INTERFACE
     cidr = CIDR
+    sharing = 1
 
     def __init__(self, count: int = 2, gbit: float | None = None) -> None:
         if not 2 <= count <= len(NAMES):
@@ -230,7 +232,6 @@ class Hosts:
 
     def environment(self, host: Host) -> dict[str, str]:
         """Return what programs on a host get: this process' environment, and what makes launchers use the links."""
-        agent = str(self.folder / "ssh")
         return {
             **os.environ,
             "PATH": os.pathsep.join([str(self.folder), str(BIN), os.environ.get("PATH", os.defpath)]),
@@ -238,14 +239,20 @@ class Hosts:
             "GLOO_SOCKET_IFNAME": self.interface,
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            # Open MPI 4 and 5 in turn: whom to ask for a daemon on a host, and which network it may use.
+            "OMPI_MCA_btl_tcp_if_include": self.cidr,
+            "OMPI_MCA_btl": "tcp,self",
+            "OMPI_MCA_pml": "ob1",
+            **self._daemons(),
+        }
+
+    def _daemons(self) -> dict[str, str]:
+        """Return whom Open MPI 4 and 5, in turn, ask for a daemon on a host, and which network that may use."""
+        agent = str(self.folder / "ssh")
+        return {
             "OMPI_MCA_plm_rsh_agent": agent,
             "PRTE_MCA_plm_ssh_agent": agent,
             "OMPI_MCA_oob_tcp_if_include": self.cidr,
             "PRTE_MCA_prte_if_include": self.interface,
-            "OMPI_MCA_btl_tcp_if_include": self.cidr,
-            "OMPI_MCA_btl": "tcp,self",
-            "OMPI_MCA_pml": "ob1",
         }
 
     # -- launchers; each line is to be run on the first host
@@ -395,6 +402,7 @@ class Loopback(Hosts):
     def __init__(self, count: int = 2) -> None:
         super().__init__(count)
         self.hosts = (Host("localhost", "127.0.0.1", ""),) * count
+        self.sharing = count
 
     def shape(self, gbit: float | None) -> None:
         """Refuse a rate.
@@ -418,6 +426,9 @@ class Loopback(Hosts):
 
     def _unmake(self) -> None:
         pass
+
+    def _daemons(self) -> dict[str, str]:
+        return {}
 
     def _where(self, slots: int) -> str:
         return f"localhost:{slots * len(self)}"
