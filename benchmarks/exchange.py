@@ -32,6 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 PATIENCE_SECONDS = 180.0
 RESULTS = Path(__file__).parent / "results"
+FROZEN_SECONDS = 36000  # waiting for one's turn must not count as waiting for a rank
 DENSE_START = 3  # steps that DDP's PowerSGD hook needs before it compresses
 
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -102,7 +103,14 @@ def environment(ranks: int) -> dict[str, str]:
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     own = os.pathsep.join([str(reporting.ROOT), str(reporting.ROOT / "integrations")])
     path = os.environ.get("PYTHONPATH", own)
-    return {"OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": path}
+    frozen = str(FROZEN_SECONDS)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONPATH": path,
+        "HVDPLUS_TIMEOUT": frozen,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": frozen,
+    }
 
 
 def run(plan: Plan, gbits: Sequence[float | None], with_memory: bool) -> tuple[list[Rate], list[Memory]]:
