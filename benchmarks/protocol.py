@@ -95,9 +95,10 @@ def measure(turn: Turn, build: Build, wait: Callable[[bool], bool]) -> Measured:
     """Take one turn: every rank begins each step at the same moment, and rank 0 decides when it is enough."""
     contender, found, before = build(turn.contender, turn.work), Measured(), 0
     for number in range(turn.warmup + turn.steps):
-        contender.prepare(turn.first + number)
         if not wait(len(found.seconds) == 0 or sum(found.seconds) < turn.seconds):
             break
+        contender.prepare(turn.first + number)
+        wait(True)
         if number == turn.warmup:
             before = sent_bytes()
         begin = time.perf_counter()

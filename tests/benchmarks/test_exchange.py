@@ -12,6 +12,7 @@ import exchange
 import exchange_report
 import gradients
 import numpy as np
+import protocol
 import pytest
 import targets
 from exchange_report import Rate, Trial
@@ -122,3 +123,34 @@ def test_it_measures_exchanges_and_goes_on_after_one_that_fails(tmp_path):
 def test_memory_is_judged_by_multiples_of_the_gradients():
     table = exchange_report.memories([exchange_report.Memory("hvdplus/gloo/onebit", 2, 3 * 2**20, 2**20, 2**20)])
     assert [next(iter(column.cells)) for column in table.columns][2:] == ["3", "1", "3.00", "[red]no[/]"]
+
+
+class Recorded:
+    """A contender that writes down what it is asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def prepare(self, step):
+        self.calls.append(step)
+
+    def exchange(self):
+        self.calls.append("exchange")
+
+    def sample(self):
+        return [float(len(self.calls))]
+
+    def counted(self):
+        return {}
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(60.0, [5, 6, 7, 8]), (0.0, [5, 6, 7])])
+def test_a_turn_ends_with_an_exchange_even_when_its_time_is_up(monkeypatch, seconds, steps):
+    monkeypatch.setenv(protocol.INTERFACE, "lo")
+    contender = Recorded()
+    turn = protocol.Turn("x/y/z", "tiny", warmup=2, steps=2, seconds=seconds, first=5)
+    found = protocol.measure(turn, lambda name, work: contender, lambda go: go)
+    assert contender.calls == [call for step in steps for call in (step, "exchange")]
+    assert len(found.seconds) == len(steps) - 2
+    assert found.sample == [2.0 * len(steps)]
+    assert found.peak_rss > 0
