@@ -218,6 +218,16 @@ def joined(first: Kept[A], second: Kept[A]) -> Kept[A]:
     return {key: {**first.get(key, {}), **second.get(key, {})} for key in keys}
 
 
+def in_gradients(label: str) -> bool:
+    """Whether a cell, by the label that its site has given it, is in the unit of the gradients.
+
+    Example:
+        >>> in_gradients("bucket 0 (bias ... weight) residual"), in_gradients("bucket 1 (weight) start")
+        (True, False)
+    """
+    return label.rpartition(" ")[2] in IN_GRADIENTS
+
+
 def norm(kept: Kept[A], arrays: Arrays[A]) -> float:
     """Return the Euclidean norm of the residual.
 
@@ -233,6 +243,11 @@ def norm(kept: Kept[A], arrays: Arrays[A]) -> float:
 def parameters_of(name: str) -> list[str]:
     """Return the parameters that something is kept for: one, or all of a bucket whose cell cannot be cut."""
     return name.split(_AND)
+
+
+def whole_name(parameters: Sequence[str]) -> str:
+    """Return the name under which something is kept for all of these parameters; undoes ``parameters_of``."""
+    return _AND.join(parameters)
 
 
 def misfit_line(misfits: Sequence[str]) -> str:
@@ -258,7 +273,7 @@ def _places(bucket: Bucket, key: str, size: int, rank: int) -> list[_Place]:
     columns = [matrix_of(member.shape)[1] for member in bucket.members]
     vectors, left = divmod(size, sum(columns))
     if key != _START or left:
-        return [_Place(_AND.join(member.name for member in bucket.members), 0, size, 0)]
+        return [_Place(whole_name([member.name for member in bucket.members]), 0, size, 0)]
     lengths = [vectors * width for width in columns]
     begins = itertools.accumulate(lengths, initial=0)
     return [_Place(m.name, at, n, 0) for m, n, at in zip(bucket.members, lengths, begins, strict=False)]

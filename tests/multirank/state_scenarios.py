@@ -1,9 +1,9 @@
 """What outlives a checkpoint, a change of layout and a change of scale; every function runs on every rank."""
 
 import io
-import logging
 
 import torch
+from lines import Lines
 from torch.nn.functional import cross_entropy
 
 import hvdplus
@@ -73,24 +73,6 @@ def bytes_of(model, opt):
     slots = {f"{i} {k}": v for i, slot in opt.state_dict()["state"].items() for k, v in slot.items()}
     everything = {**model.state_dict(), **slots, **opt.hvdplus.residuals()}
     return {name: torch.as_tensor(value).numpy().tobytes() for name, value in everything.items()}
-
-
-class Lines(logging.Handler):
-    """The lines that are logged on all ranks while it is entered."""
-
-    def __enter__(self):
-        self.mine = []
-        logging.getLogger("hvdplus").addHandler(self)
-        return self
-
-    def emit(self, record):
-        self.mine.append(record.getMessage())
-
-    def __exit__(self, *error):
-        logging.getLogger("hvdplus").removeHandler(self)
-
-    def of_all(self):
-        return [line for lines in hvd.allgather_object(self.mine) for line in lines]
 
 
 def assert_residuals(opt, expected):
@@ -210,7 +192,7 @@ def scenario_rank_zero_saves_for_all():
         assert list(opt.state_dict()["hvdplus"]["ranks"]) == [RANK], "what the others had is out of date"
         with Lines() as lines:
             again, opt_again = resumed(state, codec)
-        assert lines.of_all() == []
+        assert lines.of_all(hvd) == []
         assert sorted(opt_again.state_dict()["hvdplus"]["ranks"]) == list(range(SIZE))
         train(again, opt_again, range(3, 6))
         assert bytes_of(again, opt_again) == bytes_of(model, opt), codec
@@ -223,7 +205,7 @@ def scenario_rank_zero_saves_for_itself():
     expected = {name: residual if RANK == 0 else 0 * residual for name, residual in opt.hvdplus.residuals().items()}
     with Lines() as lines:
         again, opt_again = resumed(state, "powersgd:2")
-    (line,) = lines.of_all()
+    (line,) = lines.of_all(hvd)
     assert f"rank 0 of {SIZE} only" in line and "optimizer.hvdplus.consolidate()" in line
     assert_residuals(opt_again, expected)
     train(again, opt_again, range(3, 5))  # what all ranks must have in common, they have
@@ -283,7 +265,7 @@ def scenario_another_number_of_ranks():
     entry.update(size=2 * SIZE, ranks=dict(enumerate(ranks)))
     with Lines() as lines:
         opt.load_state_dict(state)
-    (line,) = lines.of_all()
+    (line,) = lines.of_all(hvd)
     assert f"{2 * SIZE} ranks" in line and f"loaded on {SIZE}" in line
     assert weight.shape == total.shape
     assert torch.allclose(opt.hvdplus.residuals()["0.weight"], total / SIZE, rtol=1e-6)
@@ -302,7 +284,7 @@ def scenario_residuals_follow_their_parameter_into_other_buckets():
             assert_close(undelivered(other), total)
             if codec != "onebit":  # other ranks serve in other buckets
                 assert_residuals(other, expected)
-        assert lines.of_all() == []
+        assert lines.of_all(hvd) == []
         train(model, other, range(3, 5))
         other.hvdplus.verify()
 
@@ -315,7 +297,7 @@ def scenario_residuals_of_what_travels_exact_now_are_dropped():
         _, other = resumed(state, "topk:0.05", overrides={"0.*": "exact"})
         other.hvdplus._exchanger.agree_now()
         assert_residuals(other, {n: r for n, r in expected.items() if not n.startswith("0.")})
-    (line,) = lines.of_all()
+    (line,) = lines.of_all(hvd)
     assert "0.weight (residual)" in line and "0.bias (residual)" in line and "2.weight" not in line
 
 
@@ -327,7 +309,7 @@ def scenario_residuals_of_another_model_are_dropped():
     residual["0.weight"], residual["gone"] = residual["0.weight"][:, 1:], torch.zeros(3)
     with Lines() as lines:
         opt.load_state_dict(state)
-    (line,) = lines.of_all()
+    (line,) = lines.of_all(hvd)
     assert "0.weight (residual)" in line and "gone (residual)" in line
     expected["0.weight"] = torch.zeros_like(expected["0.weight"])
     assert_residuals(opt, expected)

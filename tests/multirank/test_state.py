@@ -4,6 +4,7 @@ import harness
 import pytest
 
 MODULE, GLOO = "state_scenarios.py", "state_gloo_scenarios.py"
+KERAS, KERAS_TF = "state_keras_scenarios.py", "state_keras_tf_scenarios.py"
 
 
 @pytest.mark.parametrize("scenario", harness.names(MODULE))
@@ -15,3 +16,15 @@ def test_scenario(ranks, scenario):
 @pytest.mark.parametrize("scenario", harness.names(GLOO))
 def test_scenario_with_horovod(scenario):
     harness.scenarios("horovodrun-gloo", 2, GLOO).result(scenario)
+
+
+@pytest.mark.parametrize("scenario", harness.names(KERAS))
+def test_keras_scenario(scenario):
+    pytest.importorskip("keras")
+    harness.scenarios("mpirun-mpi4py", 2, KERAS).result(scenario)
+
+
+@pytest.mark.parametrize("scenario", harness.names(KERAS_TF))
+def test_keras_scenario_in_traced_steps(scenario):
+    pytest.importorskip("tensorflow")
+    harness.scenarios("mpirun-mpi4py", 2, KERAS_TF).result(scenario)
