@@ -1,5 +1,6 @@
 """Codecs: how a bucket of numbers is written for the wire, and what is kept back for the next step."""
 
+from hvdplus.codecs.auto import Auto
 from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.contract import Codec, Exchange, Outcome, Site
 from hvdplus.codecs.exact import Exact
@@ -8,6 +9,7 @@ from hvdplus.codecs.registry import known, make, register, serves
 from hvdplus.codecs.twophase import two_phase
 
 __all__ = [
+    "Auto",
     "Cast",
     "Codec",
     "ErrorFeedback",

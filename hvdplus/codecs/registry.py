@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from hvdplus.codecs.auto import Auto
 from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.contract import Codec
 from hvdplus.codecs.exact import Exact
@@ -27,6 +28,7 @@ _MAKERS: dict[str, Callable[..., Codec]] = {
     "topk": TopK,
     "randomk": RandomK,
     "powersgd": PowerSGD,
+    "auto": Auto,
 }
 
 
