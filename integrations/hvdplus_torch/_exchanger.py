@@ -224,9 +224,13 @@ class Exchanger:
 
     def _prepare_to_send(self, factor: float) -> None:
         self._factor = 1.0 if self._sums else factor
+        self._follow_scale()
+        self._missing = [len(bucket.members) for bucket in self._layout.plan.buckets]
+
+    def _follow_scale(self) -> None:
+        """Bring what codecs keep to the unit of the gradients that are to be sent."""
         if self._layout.lossy:
             self.memory.use_scale(self._scaler.scale())
-        self._missing = [len(bucket.members) for bucket in self._layout.plan.buckets]
 
     def _compare(self) -> None:
         """Make the comparisons that are due: plan and strategy when they are new, the weights before they first count.
@@ -296,6 +300,7 @@ class Exchanger:
         self._root_only = self.consensus.weights_differ()
         if self._root_only:
             self.follow(0)
+            self._follow_scale()
         if self._layout.plan.buckets:
             self._fill_in()
         while self._reducer.started < len(self._layout.buffers):

@@ -60,7 +60,10 @@ class Attachment:
         return self._exchanger.ready
 
     def stats(self) -> dict[str, float | int | None]:
-        """Return totals since wrapping: steps, collectives, bytes, seconds, relative error."""
+        """Return totals since wrapping: collectives, bytes, seconds, relative error.
+
+        ``steps`` are the exchanges, those before a checkpoint that was loaded among them.
+        """
         return self._exchanger.stats.to_dict()
 
     def parameter_names(self) -> dict[torch.nn.Parameter, str]:
