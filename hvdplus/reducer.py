@@ -13,6 +13,7 @@ from hvdplus.arrays import Arrays, Cell
 from hvdplus.codecs import Codec, ErrorFeedback, Exchange, Outcome, Site
 from hvdplus.collectives import AllGather, Collectives, Pending, ReduceScatter, Request, wire_bytes
 from hvdplus.plan import Bucket, Plan
+from hvdplus.state import Kept, put, take
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus.watch import Watch
@@ -218,6 +219,29 @@ class Reducer(Generic[A]):
         """Undo what the last exchange left there."""
         for site in self._sites:
             site.rollback()
+
+    def kept(self) -> Kept[A]:
+        """Return a copy of what codecs keep, by parameter; of what an exchange has staged, nothing."""
+        return take(self.plan, self._cells(), self._arrays, self._collectives.rank)
+
+    def keep(self, kept: Kept[A]) -> tuple[Kept[A], list[str]]:
+        """Overwrite all that codecs keep.
+
+        Returns:
+            What belongs to parameters that are not in the plan, and the names of what does not fit.
+        """
+        if kept and not self._keeps_state():
+            self.prepare()
+        found = put(self.plan, self._cells(), kept, self._arrays, self._collectives.rank, self._collectives.size)
+        for site, values in zip(self._sites, found.cells, strict=True):
+            site.rollback()
+            for key, value in values.items():
+                site.cells[key].write(value)
+            site.commit()
+        return found.waiting, found.misfits
+
+    def _cells(self) -> list[dict[str, A]]:
+        return [{key: cell.read() for key, cell in site.cells.items()} for site in self._sites]
 
     def _keeps_state(self) -> bool:
         return any(site.cells for site in self._sites)

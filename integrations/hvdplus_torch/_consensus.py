@@ -11,7 +11,7 @@ from hvdplus.agreement import agree, describe
 from hvdplus.collectives import AllReduce, Collectives
 from hvdplus.plan import Plan
 from hvdplus.strategy import Strategy
-from hvdplus_torch._broadcast import checksum, optimizer_state_from
+from hvdplus_torch._broadcast import checksum, optimizer_state_from, plain_state
 from hvdplus_torch._session import Session, broadcast
 
 log = logging.getLogger("hvdplus")
@@ -53,7 +53,7 @@ class Consensus:
         if self.compared:
             return False
         self.compared = True
-        mine = checksum([self._params, self._optimizer.state_dict()])
+        mine = checksum([self._params, plain_state(self._optimizer)])
         if len(set(self._gather(str(mine).encode()))) == 1:
             return False
         log.warning(
