@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hvdplus import codecs
@@ -200,6 +201,24 @@ class Reducer(Generic[A]):
         for bucket, site, codec in zip(self.plan.buckets, self._sites, self._codecs, strict=True):
             run_alone(codec.exchange(self._arrays.zeros(bucket.count, bucket.dtype), site), self._answered_alone)
         self.rollback()
+
+    def asks(self) -> list[str]:
+        """Return what codecs of users ask for in an exchange of zeros that no other rank sees, a line for each request.
+
+        Ranks that ask for different things would wait for each other for ever, so they compare these lines first.
+        """
+        lines: list[str] = []
+        for bucket, site, codec in zip(self.plan.buckets, self._sites, self._codecs, strict=True):
+            if not codecs.is_ours(bucket.codec):
+                zeros = self._arrays.zeros(bucket.count, bucket.dtype)
+                run_alone(codec.exchange(zeros, site), partial(self._noted, f"{bucket.codec} in {bucket.label}", lines))
+                site.rollback()
+        return lines
+
+    def _noted(self, who: str, lines: list[str], request: Request[A]) -> A:
+        kind, value = type(request).__name__, request.value
+        lines.append(f"{who} asks for {kind} of {self._arrays.count(value)} {self._arrays.dtype(value)}")
+        return self._answered_alone(request)
 
     def _answered_alone(self, request: Request[A]) -> A:
         """Answer with something of the right shape."""

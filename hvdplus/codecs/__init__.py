@@ -5,7 +5,7 @@ from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.contract import Codec, Exchange, Outcome, Site
 from hvdplus.codecs.exact import Exact
 from hvdplus.codecs.feedback import ErrorFeedback
-from hvdplus.codecs.registry import known, make, register, serves
+from hvdplus.codecs.registry import is_ours, known, limit, make, register, serves
 from hvdplus.codecs.twophase import two_phase
 
 __all__ = [
@@ -17,7 +17,9 @@ __all__ = [
     "Exchange",
     "Outcome",
     "Site",
+    "is_ours",
     "known",
+    "limit",
     "make",
     "register",
     "serves",

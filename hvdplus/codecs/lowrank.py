@@ -47,6 +47,17 @@ class PowerSGD:
         rows, columns = matrix_of(shape)
         return self.rank * (rows + columns) < rows * columns
 
+    def limit(self, shape: Sequence[int]) -> str:
+        """Say which ranks save anything for an array of this shape.
+
+        Example:
+            >>> PowerSGD(64).limit((128, 64)), PowerSGD(1).limit((1, 10))
+            ('its rank is 64 and must be at most 42', 'it is no matrix')
+        """
+        rows, columns = matrix_of(shape)
+        most = (rows * columns - 1) // (rows + columns)
+        return f"its rank is {self.rank} and must be at most {most}" if most else "it is no matrix"
+
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks."""
         return self.with_feedback(x, None, site)

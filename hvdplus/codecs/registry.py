@@ -90,6 +90,17 @@ def serves(spec: str, shape: tuple[int, ...]) -> bool:
     return bool(codec.serves(shape)) if hasattr(codec, "serves") else True
 
 
+def limit(spec: str, shape: tuple[int, ...]) -> str:
+    """Return what the codec says of the arguments it would need for an array of this shape, ready to be appended."""
+    codec = make(spec)
+    return f": {codec.limit(shape)}" if hasattr(codec, "limit") else ""
+
+
+def is_ours(spec: str) -> bool:
+    """Whether the codec that ``spec`` names is one of this package's, which ask for the same on all ranks."""
+    return type(make(spec)).__module__.startswith(__package__ + ".")
+
+
 def split(spec: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Take a spec apart into its name, positional arguments and options."""
     name, _, rest = spec.strip().partition(":")

@@ -24,6 +24,8 @@ _ADAPTERS = {"tensorflow": "hvdplus_tensorflow", "torch": "hvdplus_torch"}
 class Exchange(Protocol):
     """Averages buckets over the ranks; see ``hvdplus_tensorflow._exchange.Exchange``."""
 
+    asks: list[str]  # what codecs of users ask for
+
     @property
     def reducer(self) -> Reducer[Any]:
         """Has the codecs' state."""

@@ -434,7 +434,9 @@ class Exchanger:
         alike = [replace(p, name=_lasting(p.name)) for p in self._plan.parameters]
         kind = type(self.optimizer).__bases__[-1].__name__
         owner = f"{kind}, wrapped as number {self.scope}"
-        items = describe(replace(self._plan, parameters=tuple(alike)), self.strategy, owner, self._sums)
+        assert self._exchange is not None
+        plan = replace(self._plan, parameters=tuple(alike))
+        items = describe(plan, self.strategy, owner, self._sums, self._exchange.asks)
         self.session.watch.at(self.stats.steps, f"the agreement of optimizer {self.scope}")
         agree(items, self._gather, "all ranks must build the same model, optimizer and strategy in the same order")
 

@@ -157,6 +157,7 @@ class Exchange:
         self._run = tf.function(self._traced, autograph=False)
         with tf.init_scope():
             self.reducer.prepare()
+            self.asks = self.reducer.asks()
 
     def __call__(self, values: list[Tensor], step: Tensor, scale: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """Return the means and what ``after`` returned.

@@ -37,8 +37,8 @@ class Consensus:
     def _gather(self, payload: bytes) -> list[bytes]:
         return self._session.gather(payload, self._collectives)
 
-    def agree(self, plan: Plan, strategy: Strategy, sums: bool, step: int) -> None:
-        """Compare plan and strategy.
+    def agree(self, plan: Plan, strategy: Strategy, sums: bool, step: int, asks: list[str]) -> None:
+        """Compare plan and strategy, and what codecs of users ask for.
 
         Raises:
             ExchangeError: they differ; it names the first difference and the ranks.
@@ -46,7 +46,7 @@ class Consensus:
         owner = f"{type(self._optimizer).__name__}, wrapped as number {self._scope}"
         self._session.watch.at(step, f"the agreement of optimizer {self._scope}")
         hint = "all ranks must build the same model, optimizer and strategy in the same order"
-        agree(describe(plan, strategy, owner, sums), self._gather, hint)
+        agree(describe(plan, strategy, owner, sums, asks), self._gather, hint)
 
     def weights_differ(self) -> bool:
         """Compare parameters and optimizer state, the first time it is asked; False ever after."""

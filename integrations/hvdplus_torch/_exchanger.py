@@ -240,7 +240,7 @@ class Exchanger:
         if not self._agreed:
             self._agreed = True
             plan, step = self._layout.plan, self.stats.steps
-            self.consensus.agree(plan, self.strategy, self._sums, step)
+            self.consensus.agree(plan, self.strategy, self._sums, step, self._reducer.asks())
 
     def _take(self, index: int, p: torch.nn.Parameter) -> None:
         """Move one gradient into its bucket."""
