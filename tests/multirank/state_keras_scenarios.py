@@ -19,7 +19,6 @@ from hvdplus_keras._optimizer import find
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 LSO = keras.optimizers.LossScaleOptimizer
-CODECS = ("int8:rounding=stochastic", "onebit", "topk:0.05", "randomk:0.05", "powersgd:2")
 
 
 def net():
@@ -97,8 +96,9 @@ def resume(codec, window=1, ending=".keras"):
 
 
 def scenario_a_resumed_run_is_the_unbroken_one():
-    for codec in CODECS:
+    for codec in ("int8:rounding=stochastic", "topk:0.05", "powersgd:2"):
         resume(codec)
+    for codec in ("onebit", "randomk:0.05"):
         resume(codec, window=2, ending=".h5")
 
 
@@ -246,13 +246,12 @@ def scale(codec, window=1, where=("around", "inside")):
 
 
 def scenario_residuals_are_in_the_unit_of_true_gradients():
-    for codec in ("int8", "topk:0.05", "powersgd:2"):
-        scale(codec)
+    scale("powersgd:2")
     scale("onebit", window=2)
 
 
 def scenario_a_step_that_is_not_finite_leaves_no_trace():
-    for codec in CODECS:
+    for codec in ("onebit", "powersgd:2"):
         model = compiled(codec, LSO)
         train(model, range(2))
         expected = bytes_of(model)[-1]

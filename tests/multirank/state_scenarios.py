@@ -114,7 +114,7 @@ def resume(codec, make, accumulate=1, **fields):
 
 
 def scenario_a_resumed_run_is_the_unbroken_one():
-    for codec in CODECS:
+    for codec in CODECS if SIZE == 2 else ("int8", "int4", "powersgd:2"):  # more ranks have residuals as servers, too
         resume(codec, momentum)
         resume(codec, adamw, accumulate=2)
 
