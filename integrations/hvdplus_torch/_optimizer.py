@@ -193,8 +193,7 @@ def _wrap(
         strategy = Strategy.of(strategy, codec="exact", overrides={})
     order = next(_SCOPES)
     session.watch.at(0, f"the wrapping of optimizer {order}")
-    numbers = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    strategy = autotune.chosen(strategy, session, collectives, numbers)
+    strategy = autotune.chosen(strategy, session, collectives, _trained_numbers(optimizer))
     wire = session.watch.wait(collectives.own())
     exchanger = Exchanger(optimizer, names, strategy, session, collectives, wire, order, sum_passes)
     _replace_methods(optimizer, exchanger)
@@ -206,6 +205,11 @@ def _wrap(
                 _session.broadcast(session, tensor, 0, f"{exchanger.scope}.{name}", collectives)
         optimizer_state_from(session, optimizer, 0, collectives)
     return optimizer
+
+
+def _trained_numbers(optimizer: torch.optim.Optimizer) -> int:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return sum(p.numel() for p in params if p.requires_grad and not torch.nn.parameter.is_lazy(p))
 
 
 def _check_optimizer(optimizer: Any, strategy: Strategy) -> None:
