@@ -25,6 +25,8 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
+from hvdplus import codecs
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "torch_gpt.py"
 
 # Codec, and by how many percent its loss may end above exact's.
@@ -64,8 +66,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="bytes in a sequence (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences in all ranks' batches together (%(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="(%(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate (%(default)s)")
-    parser.add_argument("--windows", type=int, default=512, help="sequences to an evaluation (%(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="highest learning rate (%(default)s)")
+    parser.add_argument("--windows", type=int, default=256, help="sequences to an evaluation (%(default)s)")
     return parser.parse_args()
 
 
@@ -74,15 +76,24 @@ def arguments() -> argparse.Namespace:
 
 def jobs(seeds: Sequence[int], dense: int) -> Iterator[Job]:
     """Give all runs, the most telling ones first."""
-    for seed in seeds:
-        yield from (job(codec, seed, dense) for codec in ("exact", *ALLOWED, *OTHERS))
-        if seed == seeds[0]:
-            many = ("exact", *(codec for codec in ALLOWED if not codec.startswith("powersgd")))
-            yield from (job(codec, seed, dense, MORE_RANKS) for codec in many)
-    for seed in seeds[:1]:
-        yield from (job(f"{codec}:{block}", seed, dense) for codec in SWEPT for block in BLOCKS)
-        yield from (job("topk:0.01", seed, dense * times) for times in (0, 3))
-        yield from (job(codec, seed, 0) for codec in ALLOWED)
+    first, *more = seeds
+    yield from (job(codec, first, dense) for codec in ("exact", *ALLOWED, *OTHERS))
+    yield from (job(codec, first, dense, MORE_RANKS) for codec in ("exact", *SWEPT, "int8"))
+    yield from (job(codec, seed, dense) for seed in more for codec in ("exact", *ALLOWED))
+    yield from (job(spec, first, dense) for codec in SWEPT for spec in other_blocks(codec))
+    yield from (job("topk:0.01", first, times * dense) for times in (0, 3))
+    yield from (job(codec, seed, dense) for seed in more for codec in OTHERS)
+    yield from (job(codec, first, 0) for codec in ALLOWED)
+
+
+def other_blocks(codec: str) -> list[str]:
+    """Return a codec's specs with all sizes of blocks but its own one.
+
+    Example:
+        >>> other_blocks("int4")
+        ['int4:64', 'int4:256', 'int4:512']
+    """
+    return [spec for block in BLOCKS if codecs.make(spec := f"{codec}:{block}") != codecs.make(codec)]
 
 
 def job(codec: str, seed: int, dense: int, ranks: int = 2) -> Job:
@@ -130,7 +141,7 @@ def results(out: Path, common: Row) -> dict[Job, list[Row]]:
 # -- what came of it
 
 
-def report(found: dict[Job, list[Row]], common: Row, steps: int) -> list[Row]:
+def report(found: dict[Job, list[Row]]) -> list[Row]:
     """Return a row for each codec, number of ranks and of dense steps, compared seed by seed with exact's runs."""
     exact = {(job.seed, job.ranks): curve[-1]["loss"] for job, curve in found.items() if job.codec == "exact"}
     groups: dict[tuple[str, int, int], dict[int, list[Row]]] = {}
@@ -176,7 +187,7 @@ def write(rows: list[Row], common: Row, out: Path) -> None:
     table = Table(*COLUMNS, title=f"Validation loss after {common['steps']} steps")
     for row in rows:
         table.add_row(*cells(row))
-    Console().print(table)
+    Console(width=110).print(table)
     lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows)]
     (out / "accuracy.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
     (out / "accuracy.json").write_text(json.dumps({"settings": common, "rows": rows}, indent=1))
@@ -225,7 +236,7 @@ def main() -> int:
         if not run(job, common, args.out):
             failed.append(job)
             print(f"  failed: {args.out / 'run.txt'}", flush=True)
-    write(report(results(args.out, common), common, args.steps), common, args.out)
+    write(report(results(args.out, common)), common, args.out)
     return 1 if failed else 0
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import hvdplus
@@ -128,12 +129,16 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
-def share_of(step: int, warmup: int, updates: int) -> float:
-    """Return the share of the highest learning rate: a straight line up, then half a cosine down to a tenth."""
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, updates - warmup))
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+def schedule_of(optimizer: torch.optim.Optimizer, args: argparse.Namespace, updates: int) -> LambdaLR:
+    """Return the schedule: a straight line up, then half a cosine down to a tenth."""
+
+    def share(step: int) -> float:
+        if step < args.warmup:
+            return (step + 1) / args.warmup
+        done = min(1.0, (step - args.warmup) / max(1, updates - args.warmup))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, share)
 
 
 def batch(text: torch.Tensor, args: argparse.Namespace, step: int, rank: int, size: int) -> torch.Tensor:
@@ -159,7 +164,7 @@ def validate(model: GPT, text: torch.Tensor, args: argparse.Namespace, rank: int
 class Diary:
     """Evaluates, and writes down what it found; seconds are those of training alone."""
 
-    def __init__(self, log: Path | None, evaluation: Callable[[], float], sent: Callable[[], int]) -> None:
+    def __init__(self, log: Path | None, evaluation: Callable[[], float], sent: Callable[[], int | None]) -> None:
         self.seconds, self.loss = 0.0, math.nan
         self._evaluation, self._sent = evaluation, sent
         self._file: TextIO | None = log.open("w") if log else None
@@ -180,7 +185,7 @@ def train(
 ) -> None:
     """Train for ``args.steps`` batches."""
     updates = args.steps // optimizer.hvdplus.strategy.accumulate
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of(step, args.warmup, updates))
+    schedule = schedule_of(optimizer, args, updates)
     for step in tqdm(range(args.steps), unit="batch", mininterval=1, ncols=79, disable=hvd.rank() != 0):
         if step % args.evaluate == 0:
             diary.evaluate(step)
@@ -197,7 +202,8 @@ def main() -> None:
     """Train, validate, and say what it cost."""
     args = arguments()
     hvd.init()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))  # ranks share the host's cores
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))  # ranks share the host's cores
     text, held_out = standard_library()
     model = network(args)
     optimizer = hvdplus.wrap(adamw(model, args.lr), model=model, strategy=args.strategy)  # the one line
