@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for results, made if it is not there")
     parser.add_argument("--gbit", type=float, default=0.1, help="rate of the hosts' links, Gbit/s (%(default)s)")
-    parser.add_argument("--only", nargs="+", choices=STOCK + OURS, default=STOCK + OURS, help="who trains (all)")
+    parser.add_argument("--only", nargs="+", default=STOCK + OURS, help=f"who trains ({', '.join(STOCK + OURS)})")
     parser.add_argument("--launcher", choices=["mpirun", "horovodrun"], default="mpirun", help="(%(default)s)")
     parser.add_argument("--engine", choices=["horovod", "mpi"], default="horovod", help="hvdplus' own (%(default)s)")
     parser.add_argument("--fields", default="", help="fields of the strategy for all codecs, such as warmup_steps=10")
@@ -61,16 +62,12 @@ def program(name: str, args: argparse.Namespace, log: Path) -> list[str]:
     if kind == "horovod":
         how = [str(HERE / "stock_gpt.py"), "--compression", compression]
     else:
-        how = [str(HERE.parent / "examples" / "torch_gpt.py"), "--strategy", strategy(name, args.fields)]
+        strategy = ",".join(filter(None, (name, args.fields)))
+        how = [str(HERE.parent / "examples" / "torch_gpt.py"), "--strategy", strategy]
     names = ("size", "context", "batch", "steps", "lr", "seed")
     options = [part for option in names for part in (f"--{option}", str(getattr(args, option)))]
     often = ["--evaluate", str(max(1, args.steps // 20)), "--warmup", str(max(1, args.steps // 10))]
     return [sys.executable, *how, *options, *often, "--log", str(log)]
-
-
-def strategy(codec: str, fields: str) -> str:
-    """Return a codec's strategy."""
-    return f"{codec},{fields}" if fields else codec
 
 
 def trained(name: str, hosts: Hosts, args: argparse.Namespace) -> Row:
@@ -79,7 +76,7 @@ def trained(name: str, hosts: Hosts, args: argparse.Namespace) -> Row:
     Raises:
         HostsError: the training failed; the message has the end of what it said.
     """
-    log = args.out / f"{name.replace(' ', '-').replace(':', '-')}.jsonl"
+    log = args.out / f"{re.sub(r'[^a-z0-9.]+', '-', name)}.jsonl"
     environ = {"OMP_NUM_THREADS": "1", "HVDPLUS_ENGINE": args.engine}
     line, first = program(name, args, log.absolute()), hosts[0]
     if args.launcher == "mpirun":
