@@ -111,7 +111,7 @@ def command(job: Job, common: Row, log: Path) -> list[str]:
     """Return the command line of one run."""
     options = [part for name, value in common.items() for part in (f"--{name}", str(value))]
     launcher = ["mpirun", "-np", str(job.ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
-    program = [sys.executable, str(EXAMPLE), "--strategy", job.strategy, "--seed", str(job.seed), "--log", str(log)]
+    program = [sys.executable, str(EXAMPLE), "--strategy", job.strategy, "--seed", str(job.seed), "--diary", str(log)]
     return [*launcher, *program, *options]
 
 

@@ -1,6 +1,6 @@
 """The GPT of `examples/torch_gpt.py`, trained with Horovod as it comes: the other side of `benchmarks/training.py`.
 
-mpirun -np 2 python benchmarks/stock_gpt.py --compression fp16 --log fp16.jsonl
+mpirun -np 2 python benchmarks/stock_gpt.py --compression fp16 --diary fp16.jsonl
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
     def evaluation() -> float:
         return hvd.allreduce(gpt.validate(model, held_out, args, hvd.rank(), hvd.size())).item()
 
-    diary = gpt.Diary(args.log if hvd.rank() == 0 else None, evaluation, lambda: None)
+    diary = gpt.Diary(args.diary if hvd.rank() == 0 else None, evaluation, lambda: None)
     train(model, optimizer, text, args, diary)
 
 

@@ -67,7 +67,7 @@ def program(name: str, args: argparse.Namespace, log: Path) -> list[str]:
     names = ("size", "context", "batch", "steps", "lr", "seed")
     options = [part for option in names for part in (f"--{option}", str(getattr(args, option)))]
     often = ["--evaluate", str(max(1, args.steps // 20)), "--warmup", str(max(1, args.steps // 10))]
-    return [sys.executable, *how, *options, *often, "--log", str(log)]
+    return [sys.executable, *how, *options, *often, "--diary", str(log)]
 
 
 def trained(name: str, hosts: Hosts, args: argparse.Namespace) -> Row:

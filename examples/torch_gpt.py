@@ -54,7 +54,7 @@ def add_model_and_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and the batches (%(default)s)")
     parser.add_argument("--evaluate", type=int, default=100, help="steps between two evaluations (%(default)s)")
     parser.add_argument("--windows", type=int, default=128, help="sequences to an evaluation (%(default)s)")
-    parser.add_argument("--log", type=Path, help="file for one line of JSON for each evaluation")
+    parser.add_argument("--diary", type=Path, help="file for one line of JSON for each evaluation")
 
 
 def standard_library() -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +211,7 @@ def main() -> None:
     def evaluation() -> float:
         return hvd.allreduce(validate(model, held_out, args, hvd.rank(), hvd.size())).item()
 
-    log = args.log if hvd.rank() == 0 else None
+    log = args.diary if hvd.rank() == 0 else None
     diary = Diary(log, evaluation, lambda: optimizer.hvdplus.stats()["bytes_sent"])
     train(model, optimizer, text, args, diary)
     if hvd.rank() == 0:

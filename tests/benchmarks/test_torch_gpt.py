@@ -48,7 +48,7 @@ def test_a_byte_sees_nothing_that_comes_after_it():
 def test_it_learns_and_logs(tmp_path):
     log = tmp_path / "log.jsonl"
     options = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
-    line = [sys.executable, str(EXAMPLE), "--lr", "1e-2", "--evaluate", "20", "--log", str(log), *options]
+    line = [sys.executable, str(EXAMPLE), "--lr", "1e-2", "--evaluate", "20", "--diary", str(log), *options]
     ended = subprocess.run(
         line, env=os.environ | {"HVDPLUS_ENGINE": "local"}, capture_output=True, text=True, timeout=300, check=True
     )
