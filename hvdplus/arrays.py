@@ -7,6 +7,7 @@ Dtypes are named by their NumPy-style names: "float32", "float16", "bfloat16", "
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -15,17 +16,21 @@ import numpy.typing as npt
 A = TypeVar("A")
 
 NumPyArray: TypeAlias = npt.NDArray[Any]
+HostFunction: TypeAlias = Callable[..., None]
 
 
 class Cell(Generic[A]):
     """A value that outlives a step.
 
-    ``write`` is provisional until ``commit``: a step that is thrown away rolls back and leaves no trace.
+    ``write`` is provisional until ``commit``: a step that is thrown away rolls back and leaves no trace. ``spare`` is
+    an array that was the value or would have become it; the next one may be written into it, so who wants to keep
+    what ``read`` returns copies it.
     """
 
     def __init__(self, value: A) -> None:
         self._value = value
         self._staged: A | None = None
+        self.spare: A | None = None
 
     def read(self) -> A:
         """Return the committed value; callers do not write into it."""
@@ -35,14 +40,31 @@ class Cell(Generic[A]):
         """Stage ``value``."""
         self._staged = value
 
+    @property
+    def staged(self) -> A:
+        """What would be the value after ``commit``."""
+        return self._value if self._staged is None else self._staged
+
     def commit(self) -> None:
         """Make the staged value the value."""
-        if self._staged is not None:
-            self._value, self._staged = self._staged, None
+        if self._staged is not None and self._staged is not self._value:
+            self.spare, self._value = self._value, self._staged
+        self._staged = None
 
     def rollback(self) -> None:
         """Drop the staged value."""
+        if self._staged is not None and self._staged is not self._value:
+            self.spare = self._staged
         self._staged = None
+
+
+@dataclass(frozen=True)
+class Output(Generic[A]):
+    """An array that a host function writes: its shape, its dtype, and one whose memory may be taken for it."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    into: A | None = None
 
 
 class Arrays(Protocol[A]):
@@ -100,6 +122,9 @@ class Arrays(Protocol[A]):
     def mean_rows(self, x: A) -> A:
         """The mean over rows, shape ``(n,)``."""
 
+    def sum_rows(self, x: A) -> A:
+        """The sum over rows, one after the other, shape ``(n,)``."""
+
     def to_bits(self, x: A, dtype: str) -> A:
         """``x`` rounded to a 2-byte ``dtype``, its bits as int16."""
 
@@ -138,6 +163,9 @@ class Arrays(Protocol[A]):
 
     def rounded(self, x: A) -> A:
         """``x`` rounded to whole numbers, ties to even."""
+
+    def limited(self, x: A, most: float) -> A:
+        """``x``, and what is larger in size as ``most`` with its sign."""
 
     def floored(self, x: A) -> A:
         """The largest whole numbers that are not above ``x``."""
@@ -184,9 +212,18 @@ class Arrays(Protocol[A]):
         A row that depends on those before it comes out shorter, down to 0: ``y.T @ y`` is never more than a projection.
         """
 
+    def on_host(self, function: HostFunction, inputs: Sequence[A | int], outputs: Sequence[Output[A]]) -> list[A]:
+        """Have ``function`` read the inputs and write the outputs, as NumPy arrays in the arrays' own memory.
+
+        Only where ``hosts`` says so. An output may share its memory with an input, which is then given up.
+        """
+
+    def hosts(self, x: A) -> bool:
+        """Whether a host function is the fastest way to work on ``x``: fp32 in host memory, and numba is there."""
+
 
 # A number that overflows becomes infinite in silence, as on every device: a step that is not finite is skipped.
-_quiet = np.errstate(over="ignore", invalid="ignore")
+quiet = np.errstate(over="ignore", invalid="ignore")
 
 
 class NumPyArrays:
@@ -212,23 +249,23 @@ class NumPyArrays:
         """A new array with the same values."""
         return x.copy()
 
-    @_quiet
+    @quiet
     def cast(self, x: NumPyArray, dtype: str) -> NumPyArray:
         """``x`` in ``dtype``."""
         return x.astype(dtype, copy=False)
 
-    @_quiet
+    @quiet
     def scaled(self, x: NumPyArray, factor: float) -> NumPyArray:
         """``x * factor``."""
         scaled: NumPyArray = x * np.asarray(factor, x.dtype)
         return scaled
 
-    @_quiet
+    @quiet
     def add(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
         """``x + y``."""
         return x + y
 
-    @_quiet
+    @quiet
     def subtract(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
         """``x - y``."""
         return x - y
@@ -257,11 +294,17 @@ class NumPyArrays:
         """The first ``count`` elements."""
         return x[:count]
 
-    @_quiet
+    @quiet
     def mean_rows(self, x: NumPyArray) -> NumPyArray:
         """The mean over rows, each divided before it is added."""
         mean: NumPyArray = np.sum(x * np.asarray(1.0 / len(x), x.dtype), axis=0)
         return mean
+
+    @quiet
+    def sum_rows(self, x: NumPyArray) -> NumPyArray:
+        """The sum over rows."""
+        total: NumPyArray = np.sum(x, axis=0)
+        return total
 
     def to_bits(self, x: NumPyArray, dtype: str) -> NumPyArray:
         """Round to ``dtype`` and show the bits."""
@@ -272,7 +315,7 @@ class NumPyArrays:
         quiet = bits >> 16 | 0x40  # rounding up could turn a NaN into an infinity or into -0
         return np.where(np.isnan(x), quiet, rounded).astype(np.uint16).view(np.int16)
 
-    @_quiet
+    @quiet
     def from_bits(self, x: NumPyArray, dtype: str, into: str) -> NumPyArray:
         """Read the bits of ``dtype``."""
         if dtype == "float16":
@@ -303,19 +346,19 @@ class NumPyArrays:
         """The memory as ``dtype``."""
         return np.ascontiguousarray(x).view(dtype)
 
-    @_quiet
+    @quiet
     def shifted(self, x: NumPyArray, amount: int) -> NumPyArray:
         """``x + amount``."""
         shifted: NumPyArray = x + np.asarray(amount, x.dtype)
         return shifted
 
-    @_quiet
+    @quiet
     def times(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
         """``x * y``."""
         product: NumPyArray = x * y
         return product
 
-    @_quiet
+    @quiet
     def over(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
         """``x / y``; what is divided by infinity is 0."""
         quotient: NumPyArray = x / np.where(y == 0, np.asarray(np.inf, y.dtype), y)
@@ -325,17 +368,23 @@ class NumPyArrays:
         """``|x|``."""
         return np.abs(x)
 
-    @_quiet
+    @quiet
     def rounded(self, x: NumPyArray) -> NumPyArray:
         """To whole numbers, ties to even."""
         return np.rint(x)
 
-    @_quiet
+    @quiet
+    def limited(self, x: NumPyArray, most: float) -> NumPyArray:
+        """``x`` between two numbers."""
+        limited: NumPyArray = np.clip(x, np.asarray(-most, x.dtype), np.asarray(most, x.dtype))
+        return limited
+
+    @quiet
     def floored(self, x: NumPyArray) -> NumPyArray:
         """Down to whole numbers."""
         return np.floor(x)
 
-    @_quiet
+    @quiet
     def at_least(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
         """1 where ``x >= y``."""
         return np.greater_equal(x, y).view(np.uint8)
@@ -345,7 +394,7 @@ class NumPyArrays:
         largest: NumPyArray = np.max(np.abs(x), axis=-1, keepdims=True)
         return largest
 
-    @_quiet
+    @quiet
     def average(self, x: NumPyArray) -> NumPyArray:
         """The mean of every row."""
         return np.mean(x, axis=-1, keepdims=True, dtype=np.float64).astype(x.dtype)
@@ -374,13 +423,13 @@ class NumPyArrays:
         """Some elements."""
         return x[places]
 
-    @_quiet
+    @quiet
     def added_at(self, x: NumPyArray, places: NumPyArray, values: NumPyArray) -> NumPyArray:
         """``x`` with values added."""
         x[places] += values
         return x
 
-    @_quiet
+    @quiet
     def places_of_largest(self, x: NumPyArray, count: int) -> NumPyArray:
         """Where the largest ones are; of equal ones the first."""
         size = np.where(np.isnan(x), np.asarray(np.inf, x.dtype), np.abs(x))
@@ -397,7 +446,7 @@ class NumPyArrays:
         """Rows as columns."""
         return x.T
 
-    @_quiet
+    @quiet
     def matmul(self, x: NumPyArray, y: NumPyArray) -> NumPyArray:
         """The product of two matrices."""
         product: NumPyArray = x @ y
@@ -410,6 +459,21 @@ class NumPyArrays:
         products = rows @ rows.T + RIDGE * np.eye(len(rows))
         rows = np.linalg.solve(np.linalg.cholesky(products), rows)
         return rows.astype(x.dtype)
+
+    def on_host(
+        self,
+        function: HostFunction,
+        inputs: Sequence[NumPyArray | int],
+        outputs: Sequence[Output[NumPyArray]],
+    ) -> list[NumPyArray]:
+        """Call it."""
+        written = [np.empty(o.shape, o.dtype) if o.into is None else o.into for o in outputs]
+        function(*inputs, *written)
+        return written
+
+    def hosts(self, x: NumPyArray) -> bool:
+        """Return False: this is what host functions are held against."""
+        return False
 
 
 def _threshold(size: NumPyArray, count: int) -> Any:

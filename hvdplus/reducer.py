@@ -89,7 +89,8 @@ class _Flight(Generic[A]):
 
     bucket: Bucket
     given_norm: float | None
-    given: A | None
+    given: A | None  # what a sampled codec without feedback was given
+    size: Any  # the norm of what a sampled codec was given
     generator: Exchange[A]
     pending: list[Pending[A]] = field(default_factory=list)
     single: bool = True
@@ -143,10 +144,11 @@ class Reducer(Generic[A]):
         bucket = self.plan.buckets[len(self._flights)]
         site = self._sites[bucket.index]
         codec, sample = self._choose(bucket, site)
-        site.keep_sent = sample or isinstance(codec, ErrorFeedback)
+        site.keep_sent = sample and not isinstance(codec, ErrorFeedback)
         begin = time.perf_counter()
-        given = self._arrays.copy(value) if sample else None
-        flight = _Flight(bucket, None, given, codec.exchange(value, site))
+        given = self._arrays.copy(value) if site.keep_sent else None
+        size = self._arrays.norm(value) if sample else None
+        flight = _Flight(bucket, None, given, size, codec.exchange(value, site))
         self._flights.append(flight)
         self.stats.bytes_dense += wire_bytes_dense(self._arrays.nbytes(value), self._collectives.size)
         self._watch.at(self.stats.steps, bucket.label)
@@ -171,7 +173,7 @@ class Reducer(Generic[A]):
         self._flights = []
         self.stats.steps += 1
         self._watch.at(self.stats.steps, "outside an exchange")
-        if self._keeps_state() and not all(self._arrays.all_finite(outcome.mean) for outcome in outcomes):
+        if self._keeps_state() and not all(self._arrays.all_finite(alarm(outcome)) for outcome in outcomes):
             self.rollback()  # the update will be skipped: nothing was delivered
         return self._delivered(outcomes)
 
@@ -244,13 +246,28 @@ class Reducer(Generic[A]):
 
     def _sample_error(self) -> None:
         """Note how far what was sent is from what was given, over all buckets that were sampled."""
-        arrays, lost, given = self._arrays, 0.0, 0.0
+        lost, given = 0.0, 0.0
         for flight in self._flights:
-            if flight.given is not None and flight.outcome is not None and flight.outcome.sent is not None:
-                lost += arrays.norm(arrays.subtract(flight.given, flight.outcome.sent)) ** 2
-                given += arrays.norm(flight.given) ** 2
+            if flight.size is not None:
+                lost += self._lost_by(flight) ** 2
+                given += flight.size**2
         if 0 < given < math.inf:  # a step that is not finite says nothing
             self.stats.relative_error = (lost / given) ** 0.5
+
+    def _lost_by(self, flight: _Flight[A]) -> Any:
+        """Return the norm of what a sampled bucket was given and did not send; its residual grew by that."""
+        arrays = self._arrays
+        if flight.given is not None:
+            assert flight.outcome is not None
+            sent = flight.outcome.sent
+            return 0.0 if sent is None else arrays.norm(arrays.subtract(flight.given, sent))
+        residual = self._sites[flight.bucket.index].cells["residual"]
+        return arrays.norm(arrays.subtract(residual.staged, residual.read()))
+
+
+def alarm(outcome: Outcome[A]) -> A:
+    """Return numbers that are finite only where the mean is."""
+    return outcome.mean if outcome.alarm is None else outcome.alarm
 
 
 def wire_bytes_dense(nbytes: int, size: int) -> int:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from hvdplus.codecs.contract import Exchange, Outcome, Site
 from hvdplus.codecs.exact import Exact
-from hvdplus.codecs.twophase import two_phase_cast
+from hvdplus.codecs.twophase import averaged_cast
 from hvdplus.collectives import AllReduce
 
 A = TypeVar("A")
@@ -31,7 +31,7 @@ class Cast:
         if full == self.dtype:
             return (yield from Exact().exchange(x, site))
         if not site.collectives.sums(x, self.dtype):
-            return (yield from two_phase_cast(x, self.dtype, site, divide=self.dtype == "float16"))
+            return (yield from averaged_cast(x, self.dtype, site, divide=self.dtype == "float16"))
         wire = arrays.cast(arrays.scaled(x, 1.0 / site.size), self.dtype)
         sent = arrays.scaled(arrays.cast(wire, full), site.size) if site.keep_sent else None
         total = yield AllReduce(wire)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from hvdplus.arrays import Arrays, Cell
 from hvdplus.collectives import Collectives, Request
@@ -17,11 +17,14 @@ class Outcome(Generic[A]):
     """What an exchange leaves.
 
     ``mean`` is the mean over ranks, bit-identical on all of them. ``sent`` is what this rank really contributed
-    to it, in the units of what it was given; ``None`` means that all of it went out, nothing was lost.
+    to it, in the units of what it was given; ``None`` means that all of it went out, nothing was lost. ``alarm`` are a
+    few numbers that are finite only where the whole mean is, for a codec that knows them: looking at the mean takes
+    longer.
     """
 
     mean: A
     sent: A | None = None
+    alarm: A | None = None
 
 
 @dataclass
@@ -83,9 +86,21 @@ Exchange: TypeAlias = Generator[Request[A] | Sequence[Request[A]], Any, Outcome[
 class Codec(Protocol):
     """The contract. A class with this one method is a codec.
 
-    Where it has more: ``lossy`` says whether error feedback helps it, and ``serves(shape)`` whether it can take an
-    array of this shape (as it lies in memory), which else travels exact.
+    Where it has more: ``lossy`` says whether error feedback helps it, ``serves(shape)`` whether it can take an
+    array of this shape (as it lies in memory), which else travels exact, and ``with_feedback`` makes it a
+    ``FeedbackCodec``.
     """
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Encode ``x`` (shape ``(n,)``, given up by the caller), ask for collectives, return the outcome."""
+
+
+@runtime_checkable
+class FeedbackCodec(Codec, Protocol):
+    """A codec that adds what it lost before, and finds what it loses now, in the passes that encode anyway."""
+
+    def with_feedback(self, x: A, residual: Cell[A], site: Site[A]) -> Exchange[A]:
+        """Do as ``exchange`` of ``x + residual``, and stage in ``residual`` what was not sent.
+
+        Where the mean is not finite, the residual stays as it was.
+        """

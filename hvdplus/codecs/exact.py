@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from hvdplus.codecs.contract import Exchange, Outcome, Site
-from hvdplus.codecs.twophase import two_phase_cast
+from hvdplus.codecs.twophase import averaged_cast
 from hvdplus.collectives import AllReduce
 
 A = TypeVar("A")
@@ -20,5 +20,5 @@ class Exact:
         """Average ``x`` over the ranks."""
         dtype = site.arrays.dtype(x)
         if not site.collectives.sums(x, dtype):
-            return (yield from two_phase_cast(x, dtype, site))
+            return (yield from averaged_cast(x, dtype, site))
         return Outcome((yield AllReduce(x, scale=1.0 / site.size)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from hvdplus.codecs.contract import Codec, Exchange, Outcome, Site
+from hvdplus.codecs.contract import Codec, Exchange, FeedbackCodec, Outcome, Site
 
 A = TypeVar("A")
 
@@ -25,9 +25,11 @@ class ErrorFeedback:
         """Exchange ``x`` plus the residual, and keep what was not sent."""
         arrays = site.arrays
         residual = site.cell("residual", arrays.count(x), arrays.dtype(x))
+        if isinstance(self.inner, FeedbackCodec):
+            return (yield from self.inner.with_feedback(x, residual, site))
         whole = arrays.add(x, residual.read())
         given = arrays.copy(whole)  # the inner codec may write into what it gets
-        outcome = yield from self.inner.exchange(whole, site)
+        outcome = yield from self.inner.exchange(whole, replace(site, keep_sent=True))
         sent = given if outcome.sent is None else outcome.sent
         lost = arrays.subtract(given, sent)
         kept = arrays.where_finite(lost, lost, residual.read())  # what was sent can overflow where the mean does not

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from hvdplus.arrays import Arrays, NumPyArray
+from hvdplus.arrays import Arrays, Cell, NumPyArray, Output, quiet
 from hvdplus.codecs.contract import Exchange, Outcome, Site
 from hvdplus.codecs.hashing import hashed
 from hvdplus.collectives import AllReduce
@@ -49,23 +49,116 @@ class PowerSGD:
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks."""
-        arrays, full, share = site.arrays, site.arrays.dtype(x), 1.0 / site.size
-        sizes = [matrix_of(shape) for shape in site.shapes or ((arrays.count(x),),)]
-        matrices = _cut(arrays.cast(x, "float32"), sizes, arrays)
-        heights, widths = [(self.rank, rows) for rows, _ in sizes], [(self.rank, columns) for _, columns in sizes]
-        state = site.cell("start", sum(map(prod, widths)))
+        return self.with_feedback(x, None, site)
 
-        starts = _cut(_renewed(state.read(), self.rank, widths, site), widths, arrays)
-        left = [arrays.matmul(q, arrays.transposed(m)) for q, m in zip(starts, matrices, strict=True)]
-        everyones = yield AllReduce(_strung(left, arrays), scale=share)
-        bases = [_basis(p, self.rank, arrays) for p in _cut(everyones, heights, arrays)]
-        mine = _strung([arrays.matmul(p, m) for p, m in zip(bases, matrices, strict=True)], arrays)
-        sent = _products(bases, mine, widths, arrays) if site.keep_sent else None
+    def with_feedback(self, x: A, residual: Cell[A] | None, site: Site[A]) -> Exchange[A]:
+        """Average ``x`` plus the residual, if there is one, and stage what was not sent."""
+        arrays, share = site.arrays, 1.0 / site.size
+        sizes = [matrix_of(shape) for shape in site.shapes or ((arrays.count(x),),)]
+        shape = Shape(self.rank, tuple(sizes))
+        state = site.cell("start", sum(map(prod, shape.widths)))
+        starts = _renewed(state.read(), self.rank, shape.widths, site)
+
+        whole, left = self._left(x, residual, starts, shape, arrays)
+        everyones = yield AllReduce(left, scale=share)
+        bases = _strung([_basis(p, self.rank, arrays) for p in _cut(everyones, shape.heights, arrays)], arrays)
+        mine, lost = self._right(whole, residual, bases, shape, arrays)
+        sent = arrays.cast(_products(bases, mine, shape, arrays), arrays.dtype(x)) if site.keep_sent else None
         right = yield AllReduce(mine, scale=share)
 
         state.write(arrays.where_finite(right, right, state.read()))
-        mean = arrays.cast(_products(bases, right, widths, arrays), full)
-        return Outcome(mean, None if sent is None else arrays.cast(sent, full))
+        if residual is not None:
+            residual.write(arrays.where_finite(right, lost, residual.read()))
+        return Outcome(self._mean(bases, right, x, shape, arrays), sent, right)
+
+    def _left(self, x: A, residual: Cell[A] | None, starts: A, shape: Shape, arrays: Arrays[A]) -> tuple[A, A]:
+        """Return ``x`` plus the residual, and that times the starts."""
+        if arrays.hosts(x):
+            before = arrays.zeros(0, "float32") if residual is None else residual.read()
+            whole = Output((arrays.count(x),), "float32", x if residual is None else residual.spare)
+            outputs = [whole, Output((sum(map(prod, shape.heights)),))]
+            found, left = arrays.on_host(shape.project_left, [x, before, starts], outputs)
+            return found, left
+        whole_x = x if residual is None else arrays.add(x, residual.read())
+        matrices = _cut(arrays.cast(whole_x, "float32"), shape.sizes, arrays)
+        pairs = zip(_cut(starts, shape.widths, arrays), matrices, strict=True)
+        return whole_x, _strung([arrays.matmul(q, arrays.transposed(m)) for q, m in pairs], arrays)
+
+    def _right(self, whole: A, residual: Cell[A] | None, bases: A, shape: Shape, arrays: Arrays[A]) -> tuple[A, A]:
+        """Return the bases times ``whole``, which is given up, and what of it that does not hold."""
+        if arrays.hosts(whole):
+            outputs = [Output((sum(map(prod, shape.widths)),)), Output((arrays.count(whole),), "float32", whole)]
+            found, lost = arrays.on_host(shape.project_right, [whole, bases], outputs)
+            return found, lost
+        matrices = _cut(arrays.cast(whole, "float32"), shape.sizes, arrays)
+        pairs = zip(_cut(bases, shape.heights, arrays), matrices, strict=True)
+        mine = _strung([arrays.matmul(p, m) for p, m in pairs], arrays)
+        if residual is None:
+            return mine, whole
+        sent = arrays.cast(_products(bases, mine, shape, arrays), arrays.dtype(whole))
+        return mine, arrays.subtract(whole, sent)
+
+    def _mean(self, bases: A, right: A, x: A, shape: Shape, arrays: Arrays[A]) -> A:
+        """Return the product, in ``x``'s dtype and perhaps its memory."""
+        if arrays.hosts(x):
+            (mean,) = arrays.on_host(shape.expand, [bases, right], [Output((arrays.count(x),), "float32", x)])
+            return mean
+        return arrays.cast(_products(bases, right, shape, arrays), arrays.dtype(x))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The matrices of a bucket, ``sizes`` (rows, columns), their low rank, and what is done to them in host memory."""
+
+    rank: int
+    sizes: tuple[tuple[int, int], ...]
+
+    @functools.cached_property
+    def heights(self) -> list[tuple[int, int]]:
+        """The shapes of P."""
+        return [(self.rank, rows) for rows, _ in self.sizes]
+
+    @functools.cached_property
+    def widths(self) -> list[tuple[int, int]]:
+        """The shapes of Q."""
+        return [(self.rank, columns) for _, columns in self.sizes]
+
+    def project_left(
+        self, x: NumPyArray, residual: NumPyArray, starts: NumPyArray, whole: NumPyArray, left: NumPyArray
+    ) -> None:
+        """Write ``x`` plus the residual, and that times the starts."""
+        if residual.size:
+            np.add(x, residual, out=whole)
+        elif whole is not x:
+            whole[:] = x
+        with quiet:
+            for m, q, p in self._views((whole, self.sizes), (starts, self.widths), (left, self.heights)):
+                np.matmul(q, m.T, out=p)
+
+    def project_right(self, whole: NumPyArray, bases: NumPyArray, right: NumPyArray, lost: NumPyArray) -> None:
+        """Write the bases times ``whole``, and what of it that does not hold (``lost`` may be ``whole``)."""
+        with quiet:
+            views = self._views((whole, self.sizes), (bases, self.heights), (right, self.widths), (lost, self.sizes))
+            for m, p, q, rest in views:
+                np.matmul(p, m, out=q)
+                np.subtract(m, p.T @ q, out=rest)
+
+    def expand(self, bases: NumPyArray, right: NumPyArray, mean: NumPyArray) -> None:
+        """Write the products."""
+        with quiet:
+            for m, p, q in self._views((mean, self.sizes), (bases, self.heights), (right, self.widths)):
+                np.matmul(p.T, q, out=m)
+
+    def _views(self, *arrays: tuple[NumPyArray, Sequence[tuple[int, int]]]) -> Iterator[tuple[NumPyArray, ...]]:
+        """Cut flat arrays into matrices, and yield those that belong together."""
+        places = [0] * len(arrays)
+        for i in range(len(self.sizes)):
+            found = []
+            for k, (array, shapes) in enumerate(arrays):
+                end = places[k] + prod(shapes[i])
+                found.append(array[places[k] : end].reshape(shapes[i]))
+                places[k] = end
+            yield tuple(found)
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -93,9 +186,9 @@ def _strung(matrices: Sequence[A], arrays: Arrays[A]) -> A:
     return arrays.joined([arrays.flat(matrix) for matrix in matrices])
 
 
-def _products(bases: Sequence[A], right: A, widths: Sequence[tuple[int, int]], arrays: Arrays[A]) -> A:
+def _products(bases: A, right: A, shape: Shape, arrays: Arrays[A]) -> A:
     """Multiply each basis with its part of ``right``, and put the products behind one another."""
-    pairs = zip(bases, _cut(right, widths, arrays), strict=True)
+    pairs = zip(_cut(bases, shape.heights, arrays), _cut(right, shape.widths, arrays), strict=True)
     return _strung([arrays.matmul(arrays.transposed(p), q) for p, q in pairs], arrays)
 
 

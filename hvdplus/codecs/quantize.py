@@ -1,13 +1,14 @@
-"""The quantising codecs: 8, 4, 2 or 1 bit a number and a scale a block, averaged in fp32 by the two-phase exchange."""
+"""The quantising codecs: 8, 4, 2 or 1 bit a number and a scale a block, averaged in fp32."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from hvdplus.arrays import Arrays
+from hvdplus.arrays import Arrays, Cell, Output
 from hvdplus.codecs.contract import Exchange, Outcome, Site
-from hvdplus.codecs.twophase import two_phase
+from hvdplus.codecs.twophase import gathers, two_phase
+from hvdplus.collectives import AllGather
 from hvdplus.errors import StrategyError
 
 A = TypeVar("A")
@@ -47,6 +48,10 @@ class Grid:
         """Numbers to a rank."""
         return self.blocks * self.length
 
+    def row_bytes(self, bits: int) -> int:
+        """Bytes of a chunk's codes and scales."""
+        return self.chunk * bits // 8 + self.blocks * _SCALE_BYTES
+
     def real(self, rank: int) -> int:
         """How many numbers of a rank's chunk are no filling."""
         return min(max(self.count - rank * self.chunk, 0), self.chunk)
@@ -56,8 +61,9 @@ class Grid:
 class Quantizer:
     """What the codecs here share. ``bits`` to a number; a code is ``(level + zero) / step``.
 
-    Every rank sends to every other one that rank's chunk, codes and scales in one message; each decodes what it got,
-    averages in fp32, adds what it lost there before (its *server* residual) and sends the average encoded to all.
+    Two ranks send each other everything. More send every other one that rank's chunk, codes and scales in one message;
+    each decodes what it got, averages in fp32, adds what it lost there before (its *server* residual) and sends the
+    average encoded to all.
     """
 
     block: int
@@ -65,6 +71,8 @@ class Quantizer:
     step: ClassVar[int] = 1
     zero: ClassVar[int]
     lossy: ClassVar[bool] = True
+    kind: ClassVar[str]  # the compiled loop that finds the codes of a block
+    limit: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         unit = 8 // self.bits
@@ -74,25 +82,108 @@ class Quantizer:
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks."""
-        arrays, count = site.arrays, site.arrays.count(x)
-        full = arrays.dtype(x)
-        grid = Grid.of(count, site.size, self.block, 8 // self.bits)
-        wire = self._encode(arrays.padded(arrays.cast(x, "float32"), grid.ranks * grid.chunk), count, grid, site, 0)
-        real = grid.real(site.rank)
-        outcome = yield from two_phase(
-            wire,
-            lambda average: arrays.flat(self._encode(average, real, grid, site, 1)),
-            lambda rows: self._decode(rows, grid, arrays),
-            site,
-            residual=site.cell("server", grid.chunk) if site.feedback else None,
-            real=real,
-        )
-        mean = arrays.cast(arrays.head(outcome.mean, count), full)
-        if not site.keep_sent:
-            return Outcome(mean)
-        sent = arrays.head(arrays.flat(self._decode(wire, grid, arrays)), count)
-        return Outcome(mean, arrays.cast(sent, full))
+        return self.with_feedback(x, None, site)
 
+    def with_feedback(self, x: A, residual: Cell[A] | None, site: Site[A]) -> Exchange[A]:
+        """Average ``x`` plus the residual, if there is one, and stage what was not sent."""
+        arrays, count = site.arrays, site.arrays.count(x)
+        grid = Grid.of(count, 1 if gathers(site) else site.size, self.block, 8 // self.bits)
+        wire, lost = self._encoded(x, residual, count, grid, site, 0)
+        sent = self._sent(wire, x, grid, arrays) if site.keep_sent else None
+        if gathers(site):
+            rows = yield AllGather(arrays.flat(wire))
+            mean, alarm = self._averaged(rows, count, grid, x, arrays)
+        else:
+            server = site.cell("server", grid.chunk) if site.feedback else None
+            everyone = yield from two_phase(wire, lambda rows: self._recoded(rows, server, grid, site), site)
+            mean, alarm = self._strung(everyone, count, grid, x, arrays)
+            if server is not None:
+                server.write(arrays.where_finite(alarm, server.staged, server.read()))
+        if residual is not None:
+            residual.write(arrays.where_finite(alarm, lost, residual.read()))
+        return Outcome(mean, sent, alarm)
+
+    # -- each step, on host memory in one pass and elsewhere by array operations ------------------------------
+
+    def _sent(self, wire: A, x: A, grid: Grid, arrays: Arrays[A]) -> A:
+        """Return the numbers that ``wire`` stands for, ``x``'s dtype and count."""
+        numbers = arrays.head(arrays.flat(self._decoded(wire, grid, arrays)), arrays.count(x))
+        return arrays.cast(numbers, arrays.dtype(x))
+
+    def _fused(self, x: A, arrays: Arrays[A]) -> bool:
+        return arrays.hosts(x)
+
+    def _encoded(self, x: A, residual: Cell[A] | None, real: int, grid: Grid, site: Site[A], phase: int) -> tuple[A, A]:
+        """Return rows of bytes for ``x`` plus the residual, and what that loses, with as many numbers as ``x``."""
+        arrays = site.arrays
+        rows = 1 if phase else grid.ranks
+        if self._fused(x, arrays):
+            return self._encoded_on_host(x, residual, real, grid, rows, arrays)
+        whole = x if residual is None else arrays.add(x, residual.read())
+        numbers = arrays.padded(arrays.cast(whole, "float32"), rows * grid.chunk)
+        wire = self._encode(numbers, real, grid, site, phase)
+        if residual is None:
+            return wire, whole
+        return wire, arrays.subtract(whole, self._sent(wire, x, grid, arrays))
+
+    def _encoded_on_host(
+        self, x: A, residual: Cell[A] | None, real: int, grid: Grid, rows: int, arrays: Arrays[A]
+    ) -> tuple[A, A]:
+        from hvdplus import kernels
+
+        encode = kernels.bound(
+            kernels.encode_head,
+            real=real, kind=self.kind, bits=self.bits, limit=self.limit, blocks=grid.blocks, length=grid.length,
+        )  # fmt: skip
+        before = arrays.zeros(0, "float32") if residual is None else residual.read()
+        count = arrays.count(x)
+        shape = (rows, grid.row_bytes(self.bits))
+        into = x if residual is None else residual.spare
+        wire, lost = arrays.on_host(encode, [x, before], [Output(shape, "uint8"), Output((count,), "float32", into)])
+        return wire, lost
+
+    def _recoded(self, rows: A, server: Cell[A] | None, grid: Grid, site: Site[A]) -> A:
+        """Return the average of the rows that came here, encoded, and stage in ``server`` what that loses."""
+        arrays, real = site.arrays, grid.real(site.rank)
+        average, _ = self._averaged(rows, grid.chunk, grid, arrays.zeros(0, "float32"), arrays)
+        average = arrays.padded(arrays.head(average, real), grid.chunk)
+        wire, lost = self._encoded(average, server, real, grid, site, 1)
+        if server is not None:
+            server.write(arrays.padded(arrays.head(lost, real), grid.chunk))
+        return arrays.flat(wire)
+
+    def _averaged(self, rows: A, count: int, grid: Grid, x: A, arrays: Arrays[A]) -> tuple[A, A]:
+        """Return the mean of encoded rows, in ``x``'s dtype and perhaps its memory, and whether all is finite."""
+        if self._fused(x, arrays):
+            return self._decoded_on_host("decode", rows, count, grid, x, arrays)
+        share = 1.0 / (arrays.count(rows) // grid.row_bytes(self.bits))
+        mean = arrays.sum_rows(arrays.shaped(self._decoded(rows, grid, arrays, share), (-1, grid.chunk)))
+        return arrays.cast(arrays.head(mean, count), arrays.dtype(x)), self._alarm(rows, grid, arrays)
+
+    def _strung(self, rows: A, count: int, grid: Grid, x: A, arrays: Arrays[A]) -> tuple[A, A]:
+        """Return decoded rows behind one another, and whether all is finite."""
+        if self._fused(x, arrays):
+            return self._decoded_on_host("decode_rows", rows, count, grid, x, arrays)
+        mean = arrays.head(arrays.flat(self._decoded(rows, grid, arrays)), count)
+        return arrays.cast(mean, arrays.dtype(x)), self._alarm(rows, grid, arrays)
+
+    def _decoded_on_host(self, name: str, rows: A, count: int, grid: Grid, x: A, arrays: Arrays[A]) -> tuple[A, A]:
+        from hvdplus import kernels
+
+        decode = kernels.bound(
+            getattr(kernels, name),
+            bits=self.bits, zero=self.zero, limit=self._top, blocks=grid.blocks, length=grid.length,
+        )  # fmt: skip
+        into = x if arrays.count(x) == count else None
+        mean, alarm = arrays.on_host(decode, [rows], [Output((count,), "float32", into), Output((1,))])
+        return mean, alarm
+
+    @property
+    def _top(self) -> int:
+        """The largest level."""
+        return self.limit or 1
+
+    # -- the same by array operations -------------------------------------------------------------------------
     def quantized(self, blocks: A, real: int, site: Site[A], phase: int) -> tuple[A, A]:
         """Return the scales' bits ``(k, 1)`` and the codes, uint8 ``(k, length)``, of ``blocks`` ``(k, length)``.
 
@@ -109,14 +200,24 @@ class Quantizer:
         parts = [arrays.packed(codes, self.bits), arrays.to_bytes(scales)]
         return arrays.joined([arrays.shaped(part, (rows, -1)) for part in parts])
 
-    def _decode(self, rows: A, grid: Grid, arrays: Arrays[A]) -> A:
-        """Turn rows of bytes into rows of numbers."""
+    def _decoded(self, rows: A, grid: Grid, arrays: Arrays[A], share: float = 1.0) -> A:
+        """Turn rows of bytes into rows of numbers times ``share``."""
         width = grid.chunk * self.bits // 8
         codes = arrays.shaped(arrays.part(rows, 0, width), (-1, grid.length * self.bits // 8))
-        tail = arrays.part(rows, width, width + grid.blocks * _SCALE_BYTES)
-        scales = _scales(arrays.from_bytes(arrays.shaped(tail, (-1, _SCALE_BYTES)), "int16"), arrays)
+        scales = arrays.scaled(self._scales_of(rows, grid, arrays), share)
         numbers = arrays.times(self._levels(arrays.unpacked(codes, self.bits), arrays), scales)
         return arrays.shaped(numbers, (-1, grid.chunk))
+
+    def _scales_of(self, rows: A, grid: Grid, arrays: Arrays[A]) -> A:
+        """Return the scales at the end of each row, as a column."""
+        end = grid.row_bytes(self.bits)
+        tail = arrays.part(rows, end - grid.blocks * _SCALE_BYTES, end)
+        return _scales(arrays.from_bytes(arrays.shaped(tail, (-1, _SCALE_BYTES)), "int16"), arrays)
+
+    def _alarm(self, rows: A, grid: Grid, arrays: Arrays[A]) -> A:
+        """Return numbers that are 0 where all are finite that the rows stand for, else NaN."""
+        largest = arrays.scaled(arrays.flat(self._scales_of(rows, grid, arrays)), float(self._top))
+        return arrays.scaled(largest, 0.0)
 
     def _levels(self, codes: A, arrays: Arrays[A]) -> A:
         levels = arrays.cast(codes, "float32")
@@ -132,12 +233,14 @@ class Whole(Quantizer):
     """
 
     rounding: str = "nearest"
-    limit: ClassVar[int]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounding not in ("nearest", "stochastic"):
             raise StrategyError(f"rounding={self.rounding!r} must be 'nearest' or 'stochastic'.")
+
+    def _fused(self, x: A, arrays: Arrays[A]) -> bool:
+        return self.rounding == "nearest" and super()._fused(x, arrays)
 
     def quantized(self, blocks: A, real: int, site: Site[A], phase: int) -> tuple[A, A]:
         """Divide by the scale and round."""
@@ -148,6 +251,7 @@ class Whole(Quantizer):
         else:  # what is 127.25 could go up to 128: the scale is a bit larger
             scales = arrays.to_bits(arrays.scaled(arrays.largest(blocks), (1.0 + 2.0**-8) / self.limit), _SCALE)
             levels = self._by_chance(arrays.over(blocks, _scales(scales, arrays)), site, phase)
+        levels = arrays.limited(levels, self.limit)  # where a scale is subnormal, its rounding is coarse
         return scales, arrays.cast(arrays.shifted(levels, self.zero), "uint8")
 
     def _by_chance(self, levels: A, site: Site[A], phase: int) -> A:
@@ -163,6 +267,7 @@ class Int8(Whole):
 
     block: int = 512
     bits = 8
+    kind = "whole"
     zero = 128
     limit = 127
 
@@ -173,6 +278,7 @@ class Int4(Whole):
 
     block: int = 128
     bits = 4
+    kind = "whole"
     zero = 8
     limit = 7
 
@@ -187,6 +293,7 @@ class Ternary(Quantizer):
 
     block: int = 64
     bits = 2
+    kind = "ternary"
     zero = 1
 
     def quantized(self, blocks: A, real: int, site: Site[A], phase: int) -> tuple[A, A]:
@@ -208,6 +315,7 @@ class OneBit(Quantizer):
 
     block: int = 64
     bits = 1
+    kind = "onebit"
     step = 2
     zero = 1
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from hvdplus.arrays import NumPyArray
+from hvdplus.arrays import Arrays, Cell, NumPyArray, Output
 from hvdplus.codecs.contract import Exchange, Outcome, Site
 from hvdplus.codecs.hashing import hashed
 from hvdplus.collectives import AllGather, AllReduce
@@ -56,32 +57,66 @@ class TopK(Sparse):
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks."""
-        arrays, count, full = site.arrays, site.arrays.count(x), site.arrays.dtype(x)
+        return self.with_feedback(x, None, site)
+
+    def with_feedback(self, x: A, residual: Cell[A] | None, site: Site[A]) -> Exchange[A]:
+        """Average ``x`` plus the residual, if there is one, and stage what was not sent."""
         if site.rank == 0:
             _say_where_it_ends(self.ratio, site.size)
-        x = arrays.cast(x, "float32")
-        places = arrays.places_of_largest(x, self.kept(count))
-        values = arrays.take(x, places)
-        message = [arrays.to_bytes(values), arrays.to_bytes(arrays.cast(places, "int32"))]
-        everyone = yield AllGather(arrays.joined(message))
-        mean = self._mean(everyone, count, site)
-        if not site.keep_sent:
-            return Outcome(arrays.cast(mean, full))
-        sent = arrays.added_at(arrays.zeros(count, "float32"), places, values)
-        return Outcome(arrays.cast(mean, full), arrays.cast(sent, full))
+        message, lost = self._encoded(x, residual, site.arrays)
+        sent = self._sent(message, x, site.arrays) if site.keep_sent else None
+        everyone = yield AllGather(message)
+        mean, alarm = self._mean(everyone, x, site)
+        if residual is not None:
+            residual.write(site.arrays.where_finite(alarm, lost, residual.read()))
+        return Outcome(mean, sent, alarm)
 
-    def _mean(self, everyone: A, count: int, site: Site[A]) -> A:
-        """Add up rank by rank: in one go the order of a sum, and so its last bit, could differ between ranks."""
-        arrays, k = site.arrays, self.kept(count)
+    def _encoded(self, x: A, residual: Cell[A] | None, arrays: Arrays[A]) -> tuple[A, A]:
+        """Return values and places in one message, and what is left of ``x`` plus the residual."""
+        k = self.kept(arrays.count(x))
+        if arrays.hosts(x):
+            from hvdplus import kernels
+
+            encode = kernels.bound(kernels.encode_largest, kept=k)
+            outputs = [Output((k * (_VALUE_BYTES + _INDEX_BYTES),), "uint8"), left_in(x, residual, arrays)]
+            message, lost = arrays.on_host(encode, [x, read(residual, arrays)], outputs)
+            return message, lost
+        whole = x if residual is None else arrays.add(x, residual.read())
+        numbers = arrays.cast(whole, "float32")
+        places = arrays.places_of_largest(numbers, k)
+        values = arrays.take(numbers, places)
+        message = arrays.joined([arrays.to_bytes(values), arrays.to_bytes(arrays.cast(places, "int32"))])
+        return message, without(whole, places, values, residual, arrays)
+
+    def _read(self, messages: A, k: int, arrays: Arrays[A]) -> tuple[A, A]:
+        """Return the values and places of messages, behind one another."""
         middle, end = k * _VALUE_BYTES, k * (_VALUE_BYTES + _INDEX_BYTES)
-        values = arrays.flat(arrays.from_bytes(arrays.part(everyone, 0, middle), "float32"))
-        places = arrays.flat(arrays.cast(arrays.from_bytes(arrays.part(everyone, middle, end), "int32"), "int64"))
+        values = arrays.flat(arrays.from_bytes(arrays.part(messages, 0, middle), "float32"))
+        places = arrays.flat(arrays.from_bytes(arrays.part(messages, middle, end), "int32"))
+        return values, arrays.cast(places, "int64")
+
+    def _sent(self, message: A, x: A, arrays: Arrays[A]) -> A:
+        values, places = self._read(message, self.kept(arrays.count(x)), arrays)
+        sent = arrays.added_at(arrays.zeros(arrays.count(x), "float32"), places, values)
+        return arrays.cast(sent, arrays.dtype(x))
+
+    def _mean(self, everyone: A, x: A, site: Site[A]) -> tuple[A, A]:
+        """Add up rank by rank: in one go the order of a sum, and so its last bit, could differ between ranks."""
+        arrays, count = site.arrays, site.arrays.count(x)
+        if arrays.hosts(x):
+            from hvdplus import kernels
+
+            outputs = [Output((count,), "float32", x), Output((1,))]
+            mean, alarm = arrays.on_host(kernels.mean_of_largest, [everyone], outputs)
+            return mean, alarm
+        k = self.kept(count)
+        values, places = self._read(everyone, k, arrays)
         shares = arrays.scaled(values, 1.0 / site.size)
         mean = arrays.zeros(count, "float32")
         for begin in range(0, k * site.size, k):
             mine = arrays.part(places, begin, begin + k), arrays.part(shares, begin, begin + k)
             mean = arrays.added_at(mean, *mine)
-        return mean
+        return arrays.cast(mean, arrays.dtype(x)), arrays.scaled(values, 0.0)
 
 
 @functools.cache
@@ -107,20 +142,75 @@ class RandomK(Sparse):
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks."""
-        arrays, count, full = site.arrays, site.arrays.count(x), site.arrays.dtype(x)
+        return self.with_feedback(x, None, site)
+
+    def with_feedback(self, x: A, residual: Cell[A] | None, site: Site[A]) -> Exchange[A]:
+        """Average ``x`` plus the residual, if there is one, and stage what was not sent."""
+        arrays, count = site.arrays, site.arrays.count(x)
         draw = functools.partial(drawn, site.place, count, self.kept(count))
-        x = arrays.cast(x, "float32")
-        places = arrays.from_host(draw, site.step, self.kept(count), "int64")
-        values = arrays.take(x, places)
-        # What is not finite may be among those that stay here: 0 times the largest says so to everyone.
-        alarm = arrays.scaled(arrays.largest(x), 0.0)
-        total = yield AllReduce(arrays.joined([values, alarm]), scale=1.0 / site.size)
-        ground = arrays.add(arrays.zeros(count, "float32"), arrays.part(total, self.kept(count), self.kept(count) + 1))
-        mean = arrays.cast(arrays.added_at(ground, places, arrays.head(total, self.kept(count))), full)
-        if not site.keep_sent:
-            return Outcome(mean)
-        sent = arrays.added_at(arrays.zeros(count, "float32"), places, values)
-        return Outcome(mean, arrays.cast(sent, full))
+        message, lost, places = self._encoded(x, residual, draw, site)
+        sent = self._spread(message, places, x, arrays)[0] if site.keep_sent else None
+        total = yield AllReduce(message, scale=1.0 / site.size)
+        mean, alarm = self._spread(total, places, x, arrays, given_up=True)
+        if residual is not None:
+            residual.write(arrays.where_finite(alarm, lost, residual.read()))
+        return Outcome(mean, sent, alarm)
+
+    def _encoded(
+        self, x: A, residual: Cell[A] | None, draw: Callable[[int], NumPyArray], site: Site[A]
+    ) -> tuple[A, A, A]:
+        """Return the values, what is left of ``x`` plus the residual, and the places.
+
+        What is not finite may be among the numbers that stay here: behind the values 0 times the largest says so to
+        everyone.
+        """
+        arrays, k = site.arrays, self.kept(site.arrays.count(x))
+        if arrays.hosts(x):
+            from hvdplus import kernels
+
+            outputs = [Output((k + 1,)), left_in(x, residual, arrays), Output((k,), "int32")]
+            inputs: list[A | int] = [x, read(residual, arrays), site.step]
+            message, lost, drawn_places = arrays.on_host(
+                kernels.bound(kernels.encode_drawn, draw=draw), inputs, outputs
+            )
+            return message, lost, drawn_places
+        whole = x if residual is None else arrays.add(x, residual.read())
+        numbers = arrays.cast(whole, "float32")
+        places = arrays.from_host(draw, site.step, k, "int64")
+        values = arrays.take(numbers, places)
+        message = arrays.joined([values, arrays.scaled(arrays.largest(numbers), 0.0)])
+        return message, without(whole, places, values, residual, arrays), places
+
+    def _spread(self, message: A, places: A, x: A, arrays: Arrays[A], given_up: bool = False) -> tuple[A, A]:
+        """Return all numbers of a message, and whether they are finite."""
+        count, k = arrays.count(x), self.kept(arrays.count(x))
+        if arrays.hosts(x):
+            from hvdplus import kernels
+
+            outputs = [Output((count,), "float32", x if given_up else None), Output((1,))]
+            mean, alarm = arrays.on_host(kernels.spread_drawn, [message, places], outputs)
+            return mean, alarm
+        ground = arrays.add(arrays.zeros(count, "float32"), arrays.part(message, k, k + 1))
+        spread = arrays.added_at(ground, places, arrays.head(message, k))
+        return arrays.cast(spread, arrays.dtype(x)), arrays.scaled(message, 0.0)
+
+
+def read(residual: Cell[A] | None, arrays: Arrays[A]) -> A:
+    """Return the residual's value, or nothing at all."""
+    return arrays.zeros(0, "float32") if residual is None else residual.read()
+
+
+def left_in(x: A, residual: Cell[A] | None, arrays: Arrays[A]) -> Output[A]:
+    """Return where a host function writes what is left of ``x``."""
+    return Output((arrays.count(x),), "float32", x if residual is None else residual.spare)
+
+
+def without(whole: A, places: A, values: A, residual: Cell[A] | None, arrays: Arrays[A]) -> A:
+    """Return ``whole`` without ``values`` at ``places``; nobody asks for it where there is no residual."""
+    if residual is None:
+        return whole
+    taken = arrays.added_at(arrays.zeros(arrays.count(whole), "float32"), places, values)
+    return arrays.subtract(whole, arrays.cast(taken, arrays.dtype(whole)))
 
 
 def drawn(place: int, count: int, kept: int, step: int) -> NumPyArray:

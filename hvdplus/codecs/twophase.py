@@ -1,83 +1,85 @@
-"""The two-phase exchange: all-to-all of chunks, average in fp32, all-gather of the encoded averages.
+"""How messages that cannot be added on the wire are averaged: the two-phase exchange, or one gathering of two ranks.
 
-Its bytes do not grow with the number of ranks, and nothing is added on the wire (the scheme is that of
-1-bit Adam's compressed all-reduce, Tang et al. 2021).
+With more than two ranks: all-to-all of chunks, average in fp32, all-gather of the averages, encoded again. Its bytes do
+not grow with the number of ranks (the scheme is that of 1-bit Adam's compressed all-reduce, Tang et al. 2021). Two
+ranks send each other everything: as many bytes, one round less, and nothing is encoded twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
-from hvdplus.arrays import Arrays, Cell
+from hvdplus.arrays import Arrays, Output
 from hvdplus.codecs.contract import Exchange, Outcome, Site
-from hvdplus.collectives import AllGather, AllToAll
+from hvdplus.collectives import AllGather, AllToAll, Request
 
 A = TypeVar("A")
 
 
-def two_phase(
-    chunks: A,
-    encode: Callable[[A], A],
-    decode: Callable[[A], A],
-    site: Site[A],
-    combine: Callable[[A], A] | None = None,
-    residual: Cell[A] | None = None,
-    real: int | None = None,
-) -> Exchange[A]:
-    """Average encoded chunks over the ranks.
+def gathers(site: Site[A]) -> bool:
+    """Whether the ranks are so few that each may send its whole message to all others."""
+    return site.size <= 2
+
+
+def two_phase(chunks: A, average: Callable[[A], A], site: Site[A]) -> Generator[Request[A], Any, A]:
+    """Have every rank average one chunk of everybody's message.
 
     Args:
         chunks: encoded, shape ``(ranks, m)``; row i belongs to rank i.
-        encode: turns ``(k,)`` numbers of fp32 into a row of ``m``.
-        decode: turns ``(rows, m)`` into ``(rows, k)`` numbers of fp32 or better.
+        average: turns the rows that arrive here, ``(ranks, m)``, into their average, encoded, ``(m',)``.
         site: where it happens.
-        combine: turns the decoded rows ``(ranks, k)`` into their average ``(k,)``; their mean where it is not given.
-        residual: ``(k,)`` numbers of fp32: what encoding this rank's averages has lost so far, added to the next one.
-        real: how many of this rank's ``k`` numbers are no filling, which is nothing to be averaged or kept.
 
     Returns:
-        An outcome whose mean has shape ``(ranks * k,)``; ``sent`` is left to the caller.
+        All averages, ``(ranks, m')``; row i is rank i's.
     """
-    arrays = site.arrays
     mine = yield AllToAll(chunks)
-    average = (combine or arrays.mean_rows)(decode(mine))
-    width = arrays.count(average)
-    average = _cleared(average, real, arrays)
-    if residual is not None:
-        average = arrays.add(average, residual.read())
-    everyone = yield AllGather(encode(average))
-    mean = arrays.flat(decode(everyone))
-    if residual is not None:
-        delivered = arrays.part(mean, site.rank * width, (site.rank + 1) * width)
-        lost = _cleared(arrays.subtract(average, delivered), real, arrays)
-        residual.write(arrays.where_finite(mean, lost, residual.read()))
-    return Outcome(mean)
+    everyone: A = yield AllGather(average(mine))
+    return everyone
 
 
-def _cleared(x: A, real: int | None, arrays: Arrays[A]) -> A:
-    """Return ``x`` with zeros behind the first ``real`` numbers."""
-    return x if real is None else arrays.padded(arrays.head(x, real), arrays.count(x))
-
-
-def two_phase_cast(x: A, dtype: str, site: Site[A], divide: bool = False) -> Exchange[A]:
+def averaged_cast(x: A, dtype: str, site: Site[A], divide: bool = False) -> Exchange[A]:
     """Average ``x`` (shape ``(n,)``) over the ranks, every number as two bytes of ``dtype`` on the wire.
 
     With ``divide`` every rank sends its share of the mean, so that what is too large for ``dtype`` may still go out.
     """
-    arrays = site.arrays
-    full, count = arrays.dtype(x), arrays.count(x)
+    arrays, count = site.arrays, site.arrays.count(x)
+    full = arrays.dtype(x)
+    share, rest = (1.0 / site.size, 1.0) if divide else (1.0, 1.0 / site.size)
+    wire = _bits(x, dtype, share, arrays)
+    sent = arrays.scaled(arrays.from_bits(wire, dtype, full), 1.0 / share) if site.keep_sent else None
+    if gathers(site):
+        rows = yield AllGather(wire)
+        return Outcome(_numbers(rows, dtype, rest, x, arrays), sent)
     wide = full if full == "float64" else "float32"
-    wire = arrays.to_bits(arrays.scaled(x, 1.0 / site.size) if divide else x, dtype)
-    outcome = yield from two_phase(
-        arrays.rows(wire, site.size),
-        lambda average: arrays.to_bits(average, dtype),
-        lambda rows: arrays.from_bits(rows, dtype, wide),
-        site,
-        (lambda shares: arrays.scaled(arrays.mean_rows(shares), site.size)) if divide else None,
-    )
-    mean = arrays.cast(arrays.head(outcome.mean, count), full)
-    if not site.keep_sent:
-        return Outcome(mean)
-    sent = arrays.from_bits(wire, dtype, full)
-    return Outcome(mean, arrays.scaled(sent, site.size) if divide else sent)
+
+    def average(rows: A) -> A:
+        return arrays.to_bits(arrays.sum_rows(arrays.scaled(arrays.from_bits(rows, dtype, wide), rest)), dtype)
+
+    everyone = yield from two_phase(arrays.rows(wire, site.size), average, site)
+    averages = arrays.shaped(arrays.head(arrays.flat(everyone), count), (1, count))
+    return Outcome(_numbers(averages, dtype, 1.0, x, arrays), sent)
+
+
+def _bits(x: A, dtype: str, factor: float, arrays: Arrays[A]) -> A:
+    """Return the bits of ``x * factor`` in ``dtype``."""
+    if not arrays.hosts(x):
+        return arrays.to_bits(arrays.scaled(x, factor) if factor != 1.0 else x, dtype)
+    from hvdplus import kernels
+
+    to_halves = kernels.bound(kernels.to_halves, factor=factor, brain=dtype == "bfloat16")
+    (bits,) = arrays.on_host(to_halves, [x], [Output((arrays.count(x),), "int16")])
+    return bits
+
+
+def _numbers(rows: A, dtype: str, factor: float, x: A, arrays: Arrays[A]) -> A:
+    """Return the sum over rows of bits times ``factor``, in ``x``'s dtype; it may take ``x``'s memory."""
+    if not arrays.hosts(x):
+        wide = arrays.dtype(x) if arrays.dtype(x) == "float64" else "float32"
+        total = arrays.sum_rows(arrays.scaled(arrays.from_bits(rows, dtype, wide), factor))
+        return arrays.cast(total, arrays.dtype(x))
+    from hvdplus import kernels
+
+    mean_of_halves = kernels.bound(kernels.mean_of_halves, factor=factor, brain=dtype == "bfloat16")
+    (mean,) = arrays.on_host(mean_of_halves, [rows], [Output((arrays.count(x),), "float32", x)])
+    return mean

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from hvdplus.arrays import RIDGE, NumPyArray
+from hvdplus import kernels
+from hvdplus.arrays import RIDGE, HostFunction, NumPyArray, Output
 
 Tensor: TypeAlias = Any  # tf.Tensor, eager or symbolic; TensorFlow ships no types
 
@@ -83,6 +85,10 @@ class TensorFlowArrays:
         """The mean over rows, each divided before it is added."""
         return tf.reduce_sum(self.scaled(x, 1.0 / x.shape[0]), axis=0)
 
+    def sum_rows(self, x: Tensor) -> Tensor:
+        """The sum over rows."""
+        return tf.reduce_sum(x, axis=0)
+
     def to_bits(self, x: Tensor, dtype: str) -> Tensor:
         """Round to a 2-byte ``dtype`` and show the bits."""
         return tf.bitcast(tf.cast(x, dtype), tf.int16)
@@ -138,6 +144,10 @@ class TensorFlowArrays:
     def rounded(self, x: Tensor) -> Tensor:
         """To whole numbers, ties to even."""
         return tf.round(x)
+
+    def limited(self, x: Tensor, most: float) -> Tensor:
+        """``x`` between two numbers."""
+        return tf.clip_by_value(x, tf.constant(-most, x.dtype), tf.constant(most, x.dtype))
 
     def floored(self, x: Tensor) -> Tensor:
         """Down to whole numbers."""
@@ -209,3 +219,26 @@ class TensorFlowArrays:
         rows = self.over(rows, tf.norm(rows, axis=-1, keepdims=True))
         products = tf.matmul(rows, rows, transpose_b=True) + RIDGE * tf.eye(rows.shape[0], dtype=tf.float64)
         return tf.cast(tf.linalg.triangular_solve(tf.linalg.cholesky(products), rows), x.dtype)
+
+    def on_host(
+        self, function: HostFunction, inputs: Sequence[Tensor | int], outputs: Sequence[Output[Tensor]]
+    ) -> list[Tensor]:
+        """Have Python call the function when the graph runs; TensorFlow's tensors are not written into."""
+
+        def call(*arrays: NumPyArray) -> list[NumPyArray]:
+            written = [np.empty(o.shape, o.dtype) for o in outputs]
+            function(*arrays, *written)
+            return written
+
+        found = tf.numpy_function(call, list(inputs), [tf.as_dtype(o.dtype) for o in outputs])
+        found = found if isinstance(found, list | tuple) else [found]
+        return [tf.ensure_shape(tensor, o.shape) for tensor, o in zip(found, outputs, strict=True)]
+
+    def hosts(self, x: Tensor) -> bool:
+        """Whether host functions are the fastest way."""
+        return x.dtype == tf.float32 and not _has_gpu() and kernels.available()
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    return bool(tf.config.list_logical_devices("GPU"))

@@ -18,7 +18,7 @@ from hvdplus.codecs import Codec, Outcome, Site
 from hvdplus.collectives import Collectives
 from hvdplus.errors import ExchangeError
 from hvdplus.plan import Bucket, Plan
-from hvdplus.reducer import SAMPLE_EVERY, Reducer
+from hvdplus.reducer import SAMPLE_EVERY, Reducer, alarm
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus_tensorflow._arrays import Tensor, TensorFlowArrays
@@ -62,7 +62,7 @@ class TracedReducer(Reducer[Tensor]):
         """Keep the codecs' state if all means are finite: else the update will be skipped, nothing was delivered."""
         if not self._keeps_state():
             return
-        finite = tf.reduce_all([self._arrays.all_finite(outcome.mean) for outcome in outcomes])
+        finite = tf.reduce_all([self._arrays.all_finite(alarm(outcome)) for outcome in outcomes])
         for site in self._sites:
             for cell in site.cells.values():
                 cell.settle(finite)  # type: ignore[attr-defined]
@@ -70,9 +70,9 @@ class TracedReducer(Reducer[Tensor]):
     def _traced_error(self) -> Tensor:
         lost, given = tf.constant(0.0, tf.float64), tf.constant(0.0, tf.float64)
         for flight in self._flights:
-            if flight.given is not None and flight.outcome is not None and flight.outcome.sent is not None:
-                lost += self._arrays.norm(flight.given - flight.outcome.sent) ** 2
-                given += self._arrays.norm(flight.given) ** 2
+            if flight.size is not None:
+                lost += tf.cast(self._lost_by(flight), tf.float64) ** 2
+                given += flight.size**2
         return tf.where(given > 0, tf.sqrt(lost / given), tf.constant(-1.0, tf.float64))
 
 
@@ -88,9 +88,9 @@ class VariableCell(Cell[Tensor]):
 
     def settle(self, keep: Tensor) -> None:
         """Assign what was written if ``keep`` is true."""
-        if self._staged is not None:
-            self._value.assign(tf.where(keep, self._staged, self.read()))
-        self.rollback()
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            tf.cond(keep, lambda: self._value.assign(staged), lambda: tf.convert_to_tensor(self._value))
 
 
 def variable_cell(name: str, size: int, dtype: str) -> Cell[Tensor]:

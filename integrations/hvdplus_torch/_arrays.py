@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvdplus.arrays import RIDGE, SAMPLE, NumPyArray, sample_rank
+from hvdplus import kernels
+from hvdplus.arrays import RIDGE, SAMPLE, HostFunction, NumPyArray, Output, sample_rank
 
 _DTYPES = {
     "float16": torch.float16,
@@ -77,7 +78,9 @@ class TorchArrays:
         return bool(torch.isfinite(x).all())
 
     def where_finite(self, condition: torch.Tensor, then: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-        """``then`` if all of ``condition`` is finite, else ``otherwise``; decided on the device."""
+        """``then`` if all of ``condition`` is finite, else ``otherwise``; decided on the device, without waiting."""
+        if condition.device.type == "cpu":
+            return then if self.all_finite(condition) else otherwise
         return torch.where(torch.isfinite(condition).all(), then, otherwise)
 
     def rows(self, x: torch.Tensor, count: int) -> torch.Tensor:
@@ -95,6 +98,10 @@ class TorchArrays:
     def mean_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The mean over rows, each divided before it is added."""
         return (x * (1.0 / len(x))).sum(dim=0)
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over rows."""
+        return x.sum(dim=0)
 
     def to_bits(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
         """Round to a 2-byte ``dtype`` and show the bits."""
@@ -150,6 +157,10 @@ class TorchArrays:
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """To whole numbers, ties to even."""
         return x.round()
+
+    def limited(self, x: torch.Tensor, most: float) -> torch.Tensor:
+        """``x`` between two numbers."""
+        return x.clamp(-most, most)
 
     def floored(self, x: torch.Tensor) -> torch.Tensor:
         """Down to whole numbers."""
@@ -228,6 +239,21 @@ class TorchArrays:
         factor = torch.linalg.cholesky_ex(rows @ rows.t() + ridge).L
         found: torch.Tensor = torch.linalg.solve_triangular(factor, rows, upper=False)
         return found.to(x.dtype)
+
+    def on_host(
+        self,
+        function: HostFunction,
+        inputs: Sequence[torch.Tensor | int],
+        outputs: Sequence[Output[torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """Lend the function the tensors' memory."""
+        written = [torch.empty(o.shape, dtype=_DTYPES[o.dtype]) if o.into is None else o.into for o in outputs]
+        function(*(x if isinstance(x, int) else x.numpy() for x in inputs), *(tensor.numpy() for tensor in written))
+        return written
+
+    def hosts(self, x: torch.Tensor) -> bool:
+        """Whether host functions are the fastest way."""
+        return x.dtype == torch.float32 and x.device.type == "cpu" and kernels.available()
 
 
 def _candidates(size: torch.Tensor, count: int) -> torch.Tensor | None:

@@ -137,7 +137,7 @@ def events_of(strategy):
         exchange(mine, values(mine, collectives.rank, 0))
         return events
 
-    return Wire(2, halves=False).run(program)[0]
+    return Wire(3, halves=False).run(program)[0]  # two ranks would need one round only
 
 
 def test_requests_are_in_plan_order_round_by_round():

@@ -34,7 +34,9 @@ def test_the_other_rank_says_who_and_where(mode, engine):
     begin = time.monotonic()
     ended = harness.run(engine, 2, [TRAIN, mode, "1"], 90, HVDPLUS_TIMEOUT=str(SECONDS))
     assert ended.code not in (0, None), ended.output
-    says = r"hvdplus: rank 0 \(\S+\) cannot finish step 3, bucket 0 \(bias ... weight\): " + CASES[mode]
+    # Where the engine closes its connections at once, the others may still have been at the step before.
+    step = "[23]" if engine == "horovodrun-gloo" else "3"
+    says = rf"hvdplus: rank 0 \(\S+\) cannot finish step {step}, bucket 0 \(bias ... weight\): " + CASES[mode]
     assert re.search(says, ended.output), ended.output
     assert "finished" not in ended.output
     assert time.monotonic() - begin < 60

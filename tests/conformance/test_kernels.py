@@ -1,0 +1,114 @@
+"""The compiled loops against their twins, the codecs' own array operations on NumPy arrays: the same bits."""
+
+import logging
+
+import arrays_cases
+import numpy as np
+import pytest
+
+from hvdplus import codecs, kernels
+from hvdplus.arrays import NumPyArrays
+from hvdplus.codecs import ErrorFeedback
+from hvdplus.testing import Wire, lockstep
+
+pytest.importorskip("numba")
+
+REFERENCE = NumPyArrays()
+SPECS = ["int8", "int4", "int4:block=8", "ternary", "onebit", "onebit:8", "fp16", "bf16", "topk:0.3", "randomk:0.3"]
+
+
+class Counting(kernels.HostArrays):
+    """Notes that loops were called."""
+
+    calls = 0
+
+    def on_host(self, function, inputs, outputs):
+        self.calls += 1
+        return super().on_host(function, inputs, outputs)
+
+
+def path(spec, arrays, steps):
+    """The means of all steps, and every cell of every rank after the last."""
+    sites = Wire(steps.shape[1], halves=False).sites(arrays)
+    for site in sites:
+        site.keep_sent, site.shapes = False, ((2, steps.shape[2] // 2), (steps.shape[2] % 2,))
+    codec = codecs.make(spec)
+    codec = ErrorFeedback(codec) if codec.lossy else codec
+    means = [lockstep(codec, list(inputs), sites=sites)[0].mean.copy() for inputs in steps]
+    return means + [cell.read() for site in sites for _, cell in sorted(site.cells.items())]
+
+
+def gradients(size, count):
+    """Four steps: normal, of many sizes with zeros among them, one that is not finite, tiny."""
+    generator = np.random.default_rng(count)
+    steps = generator.standard_normal((4, size, count)).astype(np.float32)
+    steps[1] *= np.exp(generator.uniform(-20, 20, steps[1].shape)) * generator.integers(0, 2, steps[1].shape)
+    steps[2, -1, count // 2] = [np.nan, np.inf][count % 2]
+    steps[3] *= 1e-40
+    return steps
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 1000, 5001, 70_001])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_loop_gives_its_twins_bits(spec, size, count):
+    steps, arrays = gradients(size, count), Counting()
+    expected, found = path(spec, REFERENCE, steps), path(spec, arrays, steps)
+    assert arrays.calls >= 2 * len(steps)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(*(np.where(np.isfinite(x), x, np.nan) for x in (mine, theirs)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_low_rank_products_agree(size):
+    steps = gradients(size, 5001)[[0, 2, 1]]
+    for mine, theirs in zip(path("powersgd:2", Counting(), steps), path("powersgd:2", REFERENCE, steps), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5 * np.nanmax(np.abs(theirs)))
+
+
+def test_large_arrays_are_sampled_for_a_threshold_and_nothing_is_missed():
+    x = np.random.default_rng(0).standard_normal(400_000).astype(np.float32)
+    x[200_000:] *= 30  # no sample's guess fits all of it
+    steps = np.stack([x, x[::-1].copy()])[None]
+    for mine, theirs in zip(path("topk:0.01", Counting(), steps), path("topk:0.01", REFERENCE, steps), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    drift = np.sort(np.abs(x))[np.newaxis, np.newaxis].astype(np.float32)  # a sample sees too few large ones
+    for mine, theirs in zip(path("topk:0.01", Counting(), drift), path("topk:0.01", REFERENCE, drift), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_are_rounded_and_read_as_everywhere(dtype):
+    numbers = np.concatenate(
+        [
+            arrays_cases.random_floats(),
+            arrays_cases.ties(dtype),
+            arrays_cases.fp16_edges(),
+            arrays_cases.specials("float32"),
+            arrays_cases.nan_payloads(),
+        ]
+    )
+    halves = np.empty(numbers.size, np.int16)
+    kernels.to_halves(numbers, halves, 1.0, dtype == "bfloat16")
+    back, expected = np.empty_like(numbers), REFERENCE.from_bits(REFERENCE.to_bits(numbers, dtype), dtype, "float32")
+    kernels.mean_of_halves(halves[None], back, 1.0, dtype == "bfloat16")
+    arrays_cases.same(back, expected)
+    every = np.empty(2**16, np.float32)
+    kernels.mean_of_halves(arrays_cases.ALL_BITS[None], every, 1.0, dtype == "bfloat16")
+    arrays_cases.same(every, REFERENCE.from_bits(arrays_cases.ALL_BITS, dtype, "float32"))
+
+
+def test_without_numba_array_operations_do_it_and_it_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "numba", None)
+    kernels.available.cache_clear()
+    steps, arrays = gradients(2, 100), Counting()
+    with caplog.at_level(logging.WARNING, "hvdplus"):
+        found = path("int8", arrays, steps)
+    kernels.available.cache_clear()
+    assert arrays.calls == 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "hvdplus: numba is not installed, so codecs run on array operations, several times slower on CPUs; pip "
+        "install numba."
+    ]
+    for mine, theirs in zip(found, path("int8", REFERENCE, steps), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
