@@ -12,7 +12,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format clean
+.PHONY: help setup demo test bench check format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: $(READY)  ## run the whole test suite
 
 test-%: $(READY)  ## run the multi-rank tests with that many ranks only, as in make test-4
 	$(BIN)/python -m pytest tests/multirank --ranks $*
+
+bench: $(READY)  ## time the exchange of gradients between hosts on this machine (BENCH="--quick" and other options)
+	$(BIN)/python benchmarks/exchange.py $(BENCH)
 
 check: $(READY)  ## lint, format, types, import rules
 	$(BIN)/ruff check

@@ -76,7 +76,10 @@ class HostsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its name, which is what `hostname` says on it, its address, and the network namespace it is."""
+    """One host: its name, which is what `hostname` says on it, its address, and the network namespace it is.
+
+    Without a namespace it is the machine itself.
+    """
 
     name: str
     address: str
@@ -84,6 +87,8 @@ class Host:
 
     def enter(self, argv: Sequence[str]) -> list[str]:
         """Return the command line that runs `argv` on this host, started from anywhere on the machine."""
+        if not self.namespace:
+            return list(argv)
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", ENTER, "sh", self.name, *argv]
 
 
@@ -114,7 +119,13 @@ class Hosts:
 
     Attributes:
         folder: a directory for the run's files, gone with the hosts; it holds `ssh` and each host's TMPDIR.
+        interface: the network interface that every host has.
+        sharing: how many hosts' bytes the kernel counts at one such interface.
     """
+
+    interface = INTERFACE
+    cidr = CIDR
+    sharing = 1
 
     def __init__(self, count: int = 2, gbit: float | None = None) -> None:
         if not 2 <= count <= len(NAMES):
@@ -221,39 +232,43 @@ class Hosts:
 
     def environment(self, host: Host) -> dict[str, str]:
         """Return what programs on a host get: this process' environment, and what makes launchers use the links."""
-        agent = str(self.folder / "ssh")
         return {
             **os.environ,
             "PATH": os.pathsep.join([str(self.folder), str(BIN), os.environ.get("PATH", os.defpath)]),
             "TMPDIR": str(self.folder / host.name),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "GLOO_SOCKET_IFNAME": self.interface,
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            # Open MPI 4 and 5 in turn: whom to ask for a daemon on a host, and which network it may use.
-            "OMPI_MCA_plm_rsh_agent": agent,
-            "PRTE_MCA_plm_ssh_agent": agent,
-            "OMPI_MCA_oob_tcp_if_include": CIDR,
-            "PRTE_MCA_prte_if_include": INTERFACE,
-            "OMPI_MCA_btl_tcp_if_include": CIDR,
+            "OMPI_MCA_btl_tcp_if_include": self.cidr,
             "OMPI_MCA_btl": "tcp,self",
             "OMPI_MCA_pml": "ob1",
+            **self._daemons(),
+        }
+
+    def _daemons(self) -> dict[str, str]:
+        """Return whom Open MPI 4 and 5, in turn, ask for a daemon on a host, and which network that may use."""
+        agent = str(self.folder / "ssh")
+        return {
+            "OMPI_MCA_plm_rsh_agent": agent,
+            "PRTE_MCA_plm_ssh_agent": agent,
+            "OMPI_MCA_oob_tcp_if_include": self.cidr,
+            "PRTE_MCA_prte_if_include": self.interface,
         }
 
     # -- launchers; each line is to be run on the first host
 
     def mpirun(self, argv: Sequence[str], *, slots: int = 1, forward: Sequence[str] = ()) -> list[str]:
         """Return an `mpirun` line with `slots` ranks on every host; `forward` names variables that ranks shall have."""
-        where = ",".join(f"{host.name}:{slots}" for host in self)
         names = [part for name in forward for part in ("-x", name)]
         ranks = str(slots * len(self))
-        return ["mpirun", "-np", ranks, "--host", where, "--bind-to", "none", "--map-by", "slot", *names, *argv]
+        where = ["--host", self._where(slots)]
+        return ["mpirun", "-np", ranks, *where, "--bind-to", "none", "--map-by", "slot", *names, *argv]
 
     def horovodrun(self, argv: Sequence[str], *, slots: int = 1, controller: str = "gloo") -> list[str]:
         """Return a `horovodrun` line with `slots` ranks on every host; `controller` is `gloo` or `mpi`."""
-        where = ",".join(f"{host.name}:{slots}" for host in self)
         binding = ["--binding-args=--bind-to none --map-by slot"] if controller == "mpi" else []
-        line = ["horovodrun", f"--{controller}", "--network-interfaces", INTERFACE, *binding]
-        return [*line, "-np", str(slots * len(self)), "-H", where, *argv]
+        line = ["horovodrun", f"--{controller}", "--network-interfaces", self.interface, *binding]
+        return [*line, "-np", str(slots * len(self)), "-H", self._where(slots), *argv]
 
     def torch_environment(self, rank: int, *, slots: int = 1, port: int = PORT) -> dict[str, str]:
         """Return what `torchrun` would set for a rank, with `slots` ranks on every host."""
@@ -288,6 +303,9 @@ class Hosts:
             )
             for rank in range(slots * len(self))
         ]
+
+    def _where(self, slots: int) -> str:
+        return ",".join(f"{host.name}:{slots}" for host in self)
 
     # -- links
 
@@ -352,14 +370,17 @@ class Hosts:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self.end_all()
-            for namespace in (self._switch, *(host.namespace for host in self)):
-                _remove_namespace(namespace)
+            self._unmake()
             if self.folder != Path():
                 shutil.rmtree(self.folder, ignore_errors=True)
         finally:
             if self._old_handler is not None:
                 signal.signal(signal.SIGTERM, self._old_handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def _unmake(self) -> None:
+        for namespace in (self._switch, *(host.namespace for host in self)):
+            _remove_namespace(namespace)
 
     def _catch_terminate(self) -> None:
         """Make SIGTERM an exception, so that the context is left in order."""
@@ -370,6 +391,50 @@ class Hosts:
         """Return what runs on the hosts, and what we started that has not got there yet."""
         own = {child.pid for child in self._children if child.poll() is None}
         return own.union(*(map(int, _ask("ip", "netns", "pids", host.namespace).split()) for host in self))
+
+
+class Loopback(Hosts):
+    """The machine itself in the place of hosts, where those cannot be made: everything goes over `lo`, unlimited."""
+
+    interface = "lo"
+    cidr = "127.0.0.0/8"
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__(count)
+        self.hosts = (Host("localhost", "127.0.0.1", ""),) * count
+        self.sharing = count
+
+    def shape(self, gbit: float | None) -> None:
+        """Refuse a rate.
+
+        Raises:
+            HostsError: one was given.
+        """
+        if gbit is not None:
+            raise HostsError(f"gbit is {gbit:g}; the loopback interface is not limited, make hosts or leave it None")
+
+    def set_link(self, host: Host, up: bool) -> None:
+        """Refuse.
+
+        Raises:
+            HostsError: always.
+        """
+        raise HostsError("the machine's loopback interface is not ours to take up or down; make hosts")
+
+    def _make(self) -> None:
+        (self.folder / "localhost").mkdir()
+
+    def _unmake(self) -> None:
+        pass
+
+    def _daemons(self) -> dict[str, str]:
+        return {}
+
+    def _where(self, slots: int) -> str:
+        return f"localhost:{slots * len(self)}"
+
+    def _pids(self) -> set[int]:
+        return {child.pid for child in self._children if child.poll() is None}
 
 
 def sweep() -> None:

@@ -4,7 +4,7 @@ from hvdplus import codecs
 from hvdplus.errors import ExchangeError, HvdplusError, LaunchError, StrategyError
 from hvdplus.strategy import Strategy
 from hvdplus.version import __version__
-from hvdplus.world import World, discover
+from hvdplus.world import World, clean_env, discover
 from hvdplus.wrap import wrap
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "StrategyError",
     "World",
     "__version__",
+    "clean_env",
     "codecs",
     "discover",
     "wrap",

@@ -54,7 +54,10 @@ Request = AllReduce[A] | AllGather[A] | AllToAll[A] | ReduceScatter[A] | Broadca
 
 
 class Pending(Protocol[A_co]):
-    """A request on its way."""
+    """A request on its way.
+
+    One whose bytes move only while ``done`` is called says so by an attribute ``moves_when_asked``, which is true.
+    """
 
     def done(self) -> bool:
         """Whether ``result`` would return at once."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 
 from hvdplus.errors import LaunchError
-from hvdplus.world import MPI_LAUNCHERS, World
+from hvdplus.world import MPI_LAUNCHERS, World, variables
+
+log = logging.getLogger("hvdplus")
 
 ENGINES = ("auto", "horovod", "mpi", "local")
 
@@ -30,7 +33,13 @@ def built_for(world: World, gloo: bool, mpi: bool) -> bool:
     return gloo if world.launcher == "horovodrun" else mpi and world.launcher in MPI_LAUNCHERS
 
 
-def choose(wish: str, world: World, horovod_serves: Callable[[World], bool], mpi_available: Callable[[], bool]) -> str:
+def choose(
+    wish: str,
+    world: World,
+    horovod_serves: Callable[[World], bool],
+    mpi_available: Callable[[], bool],
+    environ: Mapping[str, str] = os.environ,
+) -> str:
     """Pick the engine for ``world``.
 
     Args:
@@ -38,6 +47,7 @@ def choose(wish: str, world: World, horovod_serves: Callable[[World], bool], mpi
         world: what the launcher says.
         horovod_serves: whether Horovod is built for the framework and for this kind of launcher.
         mpi_available: whether mpi4py can be loaded.
+        environ: where a rank without a size may be found.
 
     Raises:
         LaunchError: nothing here can serve a world of more than one rank, or ``local`` was asked to.
@@ -54,7 +64,7 @@ def choose(wish: str, world: World, horovod_serves: Callable[[World], bool], mpi
     if world.launcher in MPI_LAUNCHERS and world.size > 1 and mpi_available():
         return "mpi"
     if world.size == 1:
-        return "local"
+        return _for_one(world, mpi_available, environ)
     raise LaunchError(
         f"the launcher ({world.launcher}) says rank {world.rank} of {world.size}, but no engine here can serve it: "
         f"Horovod is not built for this framework and launcher (run 'hvdplus install-horovod'), and mpi4py cannot be "
@@ -62,16 +72,36 @@ def choose(wish: str, world: World, horovod_serves: Callable[[World], bool], mpi
     )
 
 
-def check(world: World, engine: str, rank: int, size: int) -> None:
+def _for_one(world: World, mpi_available: Callable[[], bool], environ: Mapping[str, str]) -> str:
+    """Serve one rank, unless PMIx, which tells no size, numbers it: then only an MPI library knows."""
+    number = environ.get("PMIX_RANK") if world.launcher == "none" else None
+    if not number:
+        return "local"
+    if mpi_available():
+        return "mpi"
+    hint = "install mpi4py, which can ask MPI, or set HVDPLUS_RANK and HVDPLUS_SIZE"
+    if number != "0":
+        raise LaunchError(f"PMIX_RANK={number} says that this is one of several ranks, but not of how many; {hint}.")
+    log.warning("PMIX_RANK=0 is set, but nothing says how many ranks there are; going on as rank 0 of 1; if that is "
+                "wrong, %s.", hint)  # fmt: skip
+    return "local"
+
+
+def check(world: World, engine: str, rank: int, size: int, environ: Mapping[str, str] = os.environ) -> None:
     """Compare what the engine sees with what the launcher said.
+
+    In an elastic job the variables say only where this process started; the engine knows where it is now.
 
     Raises:
         LaunchError: they differ. Going on would train several models, each alone, without a word.
     """
-    if (rank, size) == (world.rank, world.size) or (world.launcher == "none" and size > 1):
+    elastic = world.launcher == "horovodrun" and environ.get("HOROVOD_ELASTIC") == "1"
+    if (rank, size) == (world.rank, world.size) or (world.launcher == "none" and size > 1) or elastic:
         return
+    names = " and ".join(variables(world.launcher)) or "no variable"
     raise LaunchError(
         f"the launcher ({world.launcher}) says rank {world.rank} of {world.size}, but engine {engine!r} says "
-        f"rank {rank} of {size}; its MPI is not the one that started this, or it was built for another launcher: "
-        f"try HVDPLUS_ENGINE=horovod or mpi, horovodrun instead of {world.launcher}, or set HVDPLUS_RANK, HVDPLUS_SIZE."
+        f"rank {rank} of {size}; its MPI is not the one that started this and set {names}, or it was built for another "
+        f"launcher: try HVDPLUS_ENGINE=horovod or mpi, horovodrun instead of {world.launcher}, or set HVDPLUS_RANK and "
+        f"HVDPLUS_SIZE."
     )

@@ -160,13 +160,13 @@ def _total_size(x: Any) -> Any:
 @_summing
 def _total_kept(x: Any, threshold: Any) -> Any:
     """Return the sum of what is at least ``threshold`` (NaN where there is one), and how many those are."""
-    total, number = 0.0, 0.0
+    total, number = 0.0, np.float32(0)
     for i in range(x.size):
         size = abs(x[i])
-        kept = np.float32(1.0) if size >= threshold else np.float32(0.0)
+        kept = np.float32(1) if size >= threshold else np.float32(0)
         total += np.float64(size * kept)
-        number += np.float64(kept)
-    return total, number
+        number += kept
+    return total, np.float64(number)
 
 
 @_compiled
@@ -205,9 +205,10 @@ def _ternary(x: Any, length: int, codes: Any) -> Any:
     scale = _bf16(mean / kept if kept != 0 else mean * np.float32(0))
     for i in range(x.size):
         value = x[i]
-        above, below = np.uint8(value >= threshold), np.uint8(-value >= threshold)
-        codes[i] = np.uint8(1) + above - below
-        x[i] = value - (np.float32(above) - np.float32(below)) * scale
+        above = np.float32(1) if value >= threshold else np.float32(0)
+        level = above - np.float32(1) if -value >= threshold else above
+        codes[i] = np.uint8(np.int32(level + np.float32(1)))
+        x[i] = value - level * scale
     if x.size < codes.size:
         codes[x.size :] = 1
     return scale
@@ -216,11 +217,12 @@ def _ternary(x: Any, length: int, codes: Any) -> Any:
 @_compiled
 def _multiples(x: Any, scale: Any, limit: int, codes: Any) -> None:
     zero = limit + 1
+    origin = np.float32(zero)
     divisor = scale if scale != 0 else np.float32(np.inf)
     for i in range(x.size):
         value = x[i]
         level = min(max(np.rint(value / divisor), np.float32(-limit)), np.float32(limit))
-        codes[i] = np.uint8(np.int32(level) + np.int32(zero))
+        codes[i] = np.uint8(np.int32(level + origin))
         x[i] = value - level * scale
     if x.size < codes.size:
         codes[x.size :] = zero
@@ -242,7 +244,8 @@ def _pack(codes: Any, bits: int, out: Any) -> None:
         for k in range(out.size):
             out[k] = np.uint8(two[k] | two[k] >> np.uint16(4))
     else:
-        out[:] = codes
+        for k in range(out.size):
+            out[k] = codes[k]
 
 
 # -- quantisers: rows of bytes to their mean --------------------------------------------------------------------------
@@ -317,7 +320,8 @@ def _unpack(packed: Any, bits: int, codes: Any) -> None:
         for k in range(packed.size):
             two[k] = (np.uint16(packed[k]) | np.uint16(packed[k]) << np.uint16(4)) & np.uint16(0x0F0F)
     else:
-        codes[:] = packed
+        for k in range(packed.size):
+            codes[k] = packed[k]
 
 
 @_compiled
@@ -332,12 +336,13 @@ def _put_signs(codes: Any, scale: Any, out: Any, add: bool) -> None:
 
 @_compiled
 def _put_levels(codes: Any, scale: Any, zero: int, out: Any, add: bool) -> None:
+    origin = np.float32(zero)  # sums of integers are of 64 bits, which do not become floats on vectors
     if add:
         for i in range(out.size):
-            out[i] += np.float32(np.int32(codes[i]) - np.int32(zero)) * scale
+            out[i] += (np.float32(codes[i]) - origin) * scale
     else:
         for i in range(out.size):
-            out[i] = np.float32(np.int32(codes[i]) - np.int32(zero)) * scale
+            out[i] = (np.float32(codes[i]) - origin) * scale
 
 
 # -- sparse codecs -----------------------------------------------------------------------------------------------------
@@ -462,6 +467,54 @@ def spread_drawn(message: NumPyArray, places: NumPyArray, mean: NumPyArray, alar
     mean[:] = message[-1]
     add_at(message[:-1], places, 1.0, mean)
     alarm[:] = 0 * np.abs(message).max()
+
+
+# -- low rank: matrices (rows, columns) and a few vectors of either length ----------------------------
+
+
+@_summing
+def _dot(x: Any, y: Any) -> Any:
+    total = np.float32(0)
+    for i in range(x.size):
+        total += x[i] * y[i]
+    return total
+
+
+@_compiled
+def _add_multiple(x: Any, factor: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] += factor * x[i]
+
+
+@_compiled
+def project_left(x: Any, residual: Any, starts: Any, whole: Any, left: Any) -> None:
+    """Write ``x + residual`` (``residual`` of no rows: ``x``), and ``starts @ whole.T``, both in one pass."""
+    nothing = np.empty(0, np.float32)
+    for row in range(x.shape[0]):
+        _add(x[row], residual[row] if residual.shape[0] else nothing, whole[row])
+        for k in range(starts.shape[0]):
+            left[k, row] = _dot(starts[k], whole[row])
+
+
+@_compiled
+def project_right(bases: Any, whole: Any, right: Any) -> None:
+    """Write ``bases @ whole``, and take ``bases.T`` times that off ``whole``."""
+    right[:] = 0
+    for row in range(whole.shape[0]):
+        for k in range(bases.shape[0]):
+            _add_multiple(whole[row], bases[k, row], right[k])
+    for row in range(whole.shape[0]):
+        for k in range(bases.shape[0]):
+            _add_multiple(right[k], -bases[k, row], whole[row])
+
+
+@_compiled
+def expand(bases: Any, right: Any, mean: Any) -> None:
+    """Write ``bases.T @ right``."""
+    mean[:] = 0
+    for row in range(mean.shape[0]):
+        for k in range(bases.shape[0]):
+            _add_multiple(right[k], bases[k, row], mean[row])
 
 
 # -- half precision ----------------------------------------------------------------------------------------------------

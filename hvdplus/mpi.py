@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ class _Flying:
     request: Any
     answer: NumPyArray
     source: NumPyArray
+    moves_when_asked: ClassVar[bool] = True  # MPI has no thread of its own
 
     def done(self) -> bool:
         """Test, which also drives MPI's progress."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from hvdplus import codecs
+from hvdplus.errors import StrategyError
 from hvdplus.strategy import Strategy
 
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
@@ -116,7 +117,11 @@ def plan(parameters: Sequence[Parameter], strategy: Strategy, notes: int = 0) ->
         parameters: in the order of registration.
         strategy: gives codec, overrides, ``min_compress`` and ``bucket_bytes``.
         notes: how many more numbers the caller wants to travel behind the usage flags.
+
+    Raises:
+        StrategyError: the strategy's codec can take none of them.
     """
+    _check_use(parameters, strategy)
     open_buckets: dict[tuple[str, str, str], list[int]] = {}
     closed: list[tuple[tuple[str, str, str], list[int]]] = []
     for index in reversed(range(len(parameters))):
@@ -142,6 +147,22 @@ def codec_of(parameter: Parameter, strategy: Strategy) -> str:
             spec = other
             break
     return spec if codecs.serves(spec, parameter.in_memory) else "exact"
+
+
+def _check_use(parameters: Sequence[Parameter], strategy: Strategy) -> None:
+    """Refuse a codec that is of no use: of those parameters it is meant for, it can take none."""
+    meant = [
+        parameter
+        for parameter in parameters
+        if parameter.count >= max(strategy.min_compress, 1)
+        and not any(fnmatch.fnmatchcase(parameter.name, glob) for glob in strategy.overrides)
+    ]
+    if meant and not any(codecs.serves(strategy.codec, parameter.in_memory) for parameter in meant):
+        largest = max(meant, key=lambda parameter: parameter.count)
+        raise StrategyError(
+            f"codec {strategy.codec!r} can take none of these parameters, not even the largest, {largest.name!r} of "
+            f"shape {largest.shape}{codecs.limit(strategy.codec, largest.in_memory)}; choose another codec."
+        )
 
 
 def _nbytes(parameter: Parameter) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import multiprocessing
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,8 +17,9 @@ from hvdplus import engines, mpi
 from hvdplus.arrays import NumPyArray
 from hvdplus.collectives import AllGather, Broadcast, Collectives, LocalCollectives
 from hvdplus.errors import LaunchError
+from hvdplus.strategy import Strategy
 from hvdplus.watch import Watch
-from hvdplus.world import World, discover
+from hvdplus.world import World, discover, places
 
 A = TypeVar("A")
 
@@ -166,6 +169,11 @@ def start(framework: Framework[A], *args: Any, **kwargs: Any) -> Session[A]:
     if not args and not kwargs.get("comm"):
         engines.check(world, engine, collectives.rank, collectives.size)
     world = replace(world, rank=collectives.rank, size=collectives.size)
+    if world.launcher == "none" and world.size == 1 and multiprocessing.parent_process() is not None:
+        log.warning(
+            "this process was started by multiprocessing, not by a launcher, and is alone: rank 0 of 1; start ranks "
+            "with 'hvdplus run -np N -- python train.py', or set HVDPLUS_RANK and HVDPLUS_SIZE in each process."
+        )
     session = Session(framework, world, engine, collectives, Watch(world.rank, world.size))
     if not framework.late:
         session.meet()
@@ -174,6 +182,8 @@ def start(framework: Framework[A], *args: Any, **kwargs: Any) -> Session[A]:
 
 def _serve(engine: str, framework: Framework[A], args: Any, kwargs: Any) -> Collectives[A]:
     if engine == "horovod":
+        # A bucket is many arrays fused already: copying several of them into one more buffer costs, and buys nothing.
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(Strategy().bucket_bytes))
         return framework.horovod(*args, **kwargs)
     return framework.host(mpi.MpiCollectives()) if engine == "mpi" else LocalCollectives()
 
@@ -181,16 +191,15 @@ def _serve(engine: str, framework: Framework[A], args: Any, kwargs: Any) -> Coll
 def _find_neighbours(session: Session[Any]) -> None:
     """Fill in local and cross rank by comparing host names, and compare with what the launcher says."""
     world = session.world
-    hosts = session.gather(socket.gethostname().encode())
-    local = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-    alike = [rank for rank, place in enumerate(local) if place == local[world.rank]]
-    session.cross = alike.index(world.rank), len(alike)
-    if world.launcher == "override" and world.local_rank is not None:
+    hosts = [host.decode() for host in session.gather(socket.gethostname().encode())]
+    place = places(hosts)[world.rank]
+    session.cross = place.cross_rank, place.cross_size
+    if world.local_rank is not None and os.environ.get("HVDPLUS_LOCAL_RANK"):
         return
-    mine = local[world.rank]
+    mine = place.local_rank
     if world.local_rank not in (None, mine):
         log.warning(
             "rank %d: the launcher (%s) says local rank %s, but by host names it is %d; using %d.",
             world.rank, world.launcher, world.local_rank, mine, mine,
         )  # fmt: skip
-    session.world = replace(world, local_rank=mine, local_size=hosts.count(hosts[world.rank]))
+    session.world = replace(world, local_rank=mine, local_size=place.local_size)

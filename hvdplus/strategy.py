@@ -18,7 +18,8 @@ class Strategy:
     """How ranks train together. Validated when made, immutable, the same in every framework.
 
     Args:
-        codec: a codec spec, such as ``"exact"``, ``"fp16"`` or ``"name:argument,key=value"``.
+        codec: a codec spec, such as ``"exact"``, ``"fp16"`` or ``"name:argument,key=value"``; ``"auto"`` measures when
+            an optimizer is wrapped, and takes the fastest down to int4 (``"auto:onebit"``: down to onebit).
         feedback: add what the codec lost to the next step; ``None`` is the codec's own default.
         accumulate: micro-batches to a window; a window is one exchange and one update.
         op: ``"mean"`` or ``"sum"`` over ranks and micro-batches.
@@ -54,6 +55,10 @@ class Strategy:
             raise StrategyError(f"overrides={self.overrides!r} must map parameter-name globs to codec specs.")
         for glob, spec in self.overrides.items():
             _check_spec(f"overrides[{glob!r}]", spec)
+            if isinstance(codecs.make(spec), codecs.Auto):
+                raise StrategyError(
+                    f"overrides[{glob!r}]={spec!r}: auto chooses for a whole strategy; name a codec, or make it codec=."
+                )
         object.__setattr__(self, "overrides", MappingProxyType(dict(self.overrides)))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -108,10 +108,10 @@ class Watch:
     def _poll(self, pending: Pending[Any]) -> None:
         begin = time.monotonic()
         warn_at, end_at = begin + self.warn_after, begin + self.limit
-        delay = 2e-5
+        delay, longest = 2e-5, 5e-5 if getattr(pending, "moves_when_asked", False) else 1e-3
         while not pending.done():
             time.sleep(delay)
-            delay = min(delay * 1.3, 1e-3)
+            delay = min(delay * 1.3, longest)
             now = time.monotonic()
             if self.failure is not None:
                 raise self._error(self.failure)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from hvdplus.cli import install_horovod
+from hvdplus.cli import bench, doctor, install_horovod, run
 from hvdplus.errors import HvdplusError
 
 __all__ = ["app", "main"]
@@ -27,11 +27,14 @@ def hvdplus() -> None:
     Start with `hvdplus install-horovod`: it builds Horovod 0.28.1 for the frameworks in this Python
     environment and checks with two ranks that it works. Then write `import hvdplus.torch as hvd` (or
     `hvdplus.tensorflow`, `hvdplus.keras`) where your script had `horovod`, and run it with
-    `horovodrun --gloo -np 2 python train.py`.
+    `hvdplus run -np 2 -- python train.py`. Where something does not work, `hvdplus doctor` says what and why.
     """
 
 
 app.command("install-horovod")(install_horovod.install_horovod)
+app.command("doctor")(doctor.doctor)
+app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
+app.command("bench")(bench.bench)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from hvdplus.arrays import Arrays, Cell, NumPyArray, Output, quiet
+from hvdplus.arrays import Arrays, Cell, NumPyArray, Output
 from hvdplus.codecs.contract import Exchange, Outcome, Site
 from hvdplus.codecs.hashing import hashed
 from hvdplus.collectives import AllReduce
@@ -46,6 +46,17 @@ class PowerSGD:
         """
         rows, columns = matrix_of(shape)
         return self.rank * (rows + columns) < rows * columns
+
+    def limit(self, shape: Sequence[int]) -> str:
+        """Say which ranks save anything for an array of this shape.
+
+        Example:
+            >>> PowerSGD(64).limit((128, 64)), PowerSGD(1).limit((1, 10))
+            ('its rank is 64 and must be at most 42', 'it is no matrix')
+        """
+        rows, columns = matrix_of(shape)
+        most = (rows * columns - 1) // (rows + columns)
+        return f"its rank is {self.rank} and must be at most {most}" if most else "it is no matrix"
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks."""
@@ -127,27 +138,28 @@ class Shape:
         self, x: NumPyArray, residual: NumPyArray, starts: NumPyArray, whole: NumPyArray, left: NumPyArray
     ) -> None:
         """Write ``x`` plus the residual, and that times the starts."""
-        if residual.size:
-            np.add(x, residual, out=whole)
-        elif whole is not x:
-            whole[:] = x
-        with quiet:
-            for m, q, p in self._views((whole, self.sizes), (starts, self.widths), (left, self.heights)):
-                np.matmul(q, m.T, out=p)
+        from hvdplus import kernels
+
+        before = (residual, self.sizes if residual.size else [(0, columns) for _, columns in self.sizes])
+        given = (x, self.sizes), before, (starts, self.widths)
+        for views in self._views(*given, (whole, self.sizes), (left, self.heights)):
+            kernels.project_left(*views)
 
     def project_right(self, whole: NumPyArray, bases: NumPyArray, right: NumPyArray, lost: NumPyArray) -> None:
-        """Write the bases times ``whole``, and what of it that does not hold (``lost`` may be ``whole``)."""
-        with quiet:
-            views = self._views((whole, self.sizes), (bases, self.heights), (right, self.widths), (lost, self.sizes))
-            for m, p, q, rest in views:
-                np.matmul(p, m, out=q)
-                np.subtract(m, p.T @ q, out=rest)
+        """Write the bases times ``whole``, and what of it that does not hold into its memory, which is ``lost``'s."""
+        from hvdplus import kernels
+
+        if lost.ctypes.data != whole.ctypes.data:  # memory that may not be written into
+            lost[:] = whole
+        for p, w, q in self._views((bases, self.heights), (lost, self.sizes), (right, self.widths)):
+            kernels.project_right(p, w, q)
 
     def expand(self, bases: NumPyArray, right: NumPyArray, mean: NumPyArray) -> None:
         """Write the products."""
-        with quiet:
-            for m, p, q in self._views((mean, self.sizes), (bases, self.heights), (right, self.widths)):
-                np.matmul(p.T, q, out=m)
+        from hvdplus import kernels
+
+        for p, q, m in self._views((bases, self.heights), (right, self.widths), (mean, self.sizes)):
+            kernels.expand(p, q, m)
 
     def _views(self, *arrays: tuple[NumPyArray, Sequence[tuple[int, int]]]) -> Iterator[tuple[NumPyArray, ...]]:
         """Cut flat arrays into matrices, and yield those that belong together."""

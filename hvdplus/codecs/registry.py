@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from hvdplus.codecs.auto import Auto
 from hvdplus.codecs.cast import Cast
 from hvdplus.codecs.contract import Codec
 from hvdplus.codecs.exact import Exact
@@ -27,6 +28,7 @@ _MAKERS: dict[str, Callable[..., Codec]] = {
     "topk": TopK,
     "randomk": RandomK,
     "powersgd": PowerSGD,
+    "auto": Auto,
 }
 
 
@@ -86,6 +88,17 @@ def serves(spec: str, shape: tuple[int, ...]) -> bool:
     """Whether the codec that ``spec`` names can take an array of this shape."""
     codec = make(spec)
     return bool(codec.serves(shape)) if hasattr(codec, "serves") else True
+
+
+def limit(spec: str, shape: tuple[int, ...]) -> str:
+    """Return what the codec says of the arguments it would need for an array of this shape, ready to be appended."""
+    codec = make(spec)
+    return f": {codec.limit(shape)}" if hasattr(codec, "limit") else ""
+
+
+def is_ours(spec: str) -> bool:
+    """Whether the codec that ``spec`` names is one of this package's, which ask for the same on all ranks."""
+    return type(make(spec)).__module__.startswith(__package__ + ".")
 
 
 def split(spec: str) -> tuple[str, list[Any], dict[str, Any]]:

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -13,6 +14,7 @@ from typing import Any, cast
 import keras
 import numpy as np
 
+from hvdplus import autotune
 from hvdplus.collectives import Collectives, LocalCollectives
 from hvdplus.errors import StrategyError
 from hvdplus.horovod_arguments import Average, strategy_of
@@ -27,6 +29,8 @@ from hvdplus_keras._exchanger import Exchanger
 _PACKAGE = "import hvdplus.keras first"
 _MISSING = "hvdplus DistributedOptimizer (import hvdplus.keras first, before the model is loaded)"
 _NAME = "DistributedOptimizer"
+
+_MODEL = 10_000_000  # parameters of a model that is not known yet, for the choice of a codec
 
 _SCOPES = itertools.count()
 _CLASSES: dict[type, type] = {}
@@ -275,6 +279,10 @@ def _wrap(optimizer: Any, model: Any, strategy: Strategy, process_set: Any = Non
     _check_model(model)
     chosen = backend()
     group = _group(chosen.session(), process_set)
+    numbers = (
+        sum(math.prod(v.shape) for v in model.trainable_variables) if model is not None and model.built else _MODEL
+    )
+    strategy = autotune.chosen(strategy, chosen.session(), group, numbers)
     exchanger = Exchanger(optimizer, model, strategy, chosen, group, str(next(_SCOPES)), sum_passes)
     optimizer.hvdplus = Attachment(exchanger)
     optimizer.__class__ = _class(type(optimizer))

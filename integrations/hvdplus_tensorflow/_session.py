@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ def _lend(array: NumPyArray) -> Tensor:
         return tf.convert_to_tensor(array)
 
 
-_TENSORFLOW = core.Framework(
+FRAMEWORK = core.Framework(
     name="tensorflow",
     lend=_lend,
     read=lambda tensor: tensor.numpy(),
@@ -31,7 +32,7 @@ _TENSORFLOW = core.Framework(
     late=True,
 )
 
-_HOLDER = core.Holder(_TENSORFLOW)
+_HOLDER = core.Holder(FRAMEWORK)
 shutdown, is_initialized = _HOLDER.shutdown, _HOLDER.is_initialized
 session, rank, size = _HOLDER.session, _HOLDER.rank, _HOLDER.size
 
@@ -53,6 +54,8 @@ def init(*args: Any, **kwargs: Any) -> None:
 
 def local_rank() -> int:
     """Return the rank among the ranks on this host, before TensorFlow has looked at any device."""
+    if os.environ.get("HVDPLUS_LOCAL_RANK"):
+        return session().world.local_rank or 0
     return int(_of_host("local_rank", lambda current: current.world.local_rank))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from hvdplus import autotune
 from hvdplus.agreement import agree, describe
 from hvdplus.errors import StrategyError
 from hvdplus.plan import Parameter, plan
@@ -74,8 +76,12 @@ class _Sources:
 
     def __init__(self, sources: Sequence[Any], strategy: Strategy) -> None:
         self.sources = sources  # kept, so that their ids stay theirs
-        self.session, self.strategy = _session.session(), strategy
-        self.session.meet()
+        self.session = _session.session()
+        with tf.init_scope():  # the first gradient() may be one that is being traced
+            self.session.meet()
+            numbers = sum(math.prod(source.shape) for source in map(_plain, sources))
+            strategy = autotune.chosen(strategy, self.session, self.session.collectives, numbers)
+        self.strategy = strategy
         self.scope = f"tape{next(_SCOPES)}"
         self.stats = Stats()
         parameters = [

@@ -70,8 +70,9 @@ class TorchArrays:
         return x - y
 
     def norm(self, x: torch.Tensor) -> float:
-        """The Euclidean norm."""
-        return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+        """The Euclidean norm, piece by piece: torch makes copies in fp64."""
+        pieces = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in x.reshape(-1).split(2**20)]
+        return float(torch.linalg.vector_norm(torch.stack(pieces))) if pieces else 0.0
 
     def all_finite(self, x: torch.Tensor) -> bool:
         """Whether no element is infinite or NaN."""

@@ -109,6 +109,11 @@ class _Lent:
     inner: Pending[Any]
     device: torch.device
 
+    @property
+    def moves_when_asked(self) -> bool:
+        """Ask the host engine."""
+        return getattr(self.inner, "moves_when_asked", False)
+
     def done(self) -> bool:
         """Ask the host engine."""
         return self.inner.done()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvdplus import autotune
 from hvdplus.collectives import Collectives, LocalCollectives
 from hvdplus.errors import StrategyError
 from hvdplus.horovod_arguments import Average, strategy_of
@@ -168,6 +169,8 @@ def _wrap(
         strategy = Strategy.of(strategy, codec="exact", overrides={})
     order = next(_SCOPES)
     session.watch.at(0, f"the wrapping of optimizer {order}")
+    numbers = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    strategy = autotune.chosen(strategy, session, collectives, numbers)
     wire = session.watch.wait(collectives.own())
     exchanger = Exchanger(optimizer, names, strategy, session, collectives, wire, order, sum_passes)
     _replace_methods(optimizer, exchanger)

@@ -12,7 +12,7 @@ from hvdplus_torch._engines import HostBridge, horovod, horovod_serves, start_ho
 
 Session: TypeAlias = core.Session[torch.Tensor]
 
-_TORCH = core.Framework(
+FRAMEWORK = core.Framework(
     name="torch",
     lend=torch.from_numpy,
     read=lambda tensor: tensor.cpu().numpy(),
@@ -22,7 +22,7 @@ _TORCH = core.Framework(
     horovod_stop=lambda: horovod().shutdown(),
 )
 
-_HOLDER = core.Holder(_TORCH)
+_HOLDER = core.Holder(FRAMEWORK)
 init, shutdown, is_initialized = _HOLDER.init, _HOLDER.shutdown, _HOLDER.is_initialized
 session, rank, size = _HOLDER.session, _HOLDER.rank, _HOLDER.size
 

@@ -138,3 +138,16 @@ def scenario_without_feedback_nothing_is_kept():
         opt.step()
         assert state_of(opt) == [], codec
         assert_equal_everywhere(model)
+
+
+def scenario_auto_is_one_codec_on_all_ranks_and_trains():
+    model, opt = wrapped("auto")
+    codec = opt.hvdplus.strategy.codec
+    assert codec in ("exact", "fp16", "int8", "int4")
+    assert hvd.allgather_object(codec) == [codec] * SIZE
+    for step in range(2):
+        one_step(model, opt, step)
+        opt.step()
+        opt.zero_grad()
+    assert_equal_everywhere(model)
+    return codec

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import tensorflow as tf
 import hvdplus
 import hvdplus.tensorflow as hvd
 from hvdplus.arrays import NumPyArrays
+from hvdplus.world import World
 from hvdplus_tensorflow._arrays import TensorFlowArrays
 
 RNG = np.random.default_rng(0)
@@ -78,3 +80,12 @@ def test_devices_can_be_chosen_after_init():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert "chosen" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_local_rank_given_by_hand_goes_before_horovods(monkeypatch):
+    here = SimpleNamespace(engine="horovod", world=World(0, 4, 2, None, "openmpi"))
+    monkeypatch.setattr("hvdplus_tensorflow._session.session", lambda: here)
+    monkeypatch.setattr("hvdplus_tensorflow._session.horovod", lambda: SimpleNamespace(local_rank=lambda: 0))
+    assert hvd.local_rank() == 0
+    monkeypatch.setenv("HVDPLUS_LOCAL_RANK", "2")
+    assert hvd.local_rank() == 2

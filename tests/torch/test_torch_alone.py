@@ -205,3 +205,19 @@ def test_collectives_of_one_rank():
         hvd.allreduce(x, op=hvd.Min)
     with pytest.raises(hvdplus.LaunchError, match=r"join\(\) needs engine 'horovod'"):
         hvd.join()
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "expected"),
+    [
+        (0, 3, "cpu"),
+        (4, 3, "cuda:3"),
+        (1, 3, "cuda:0"),  # each task sees only its own device
+        (2, 3, "cuda:1"),  # more ranks than devices share them
+    ],
+)
+def test_the_device_goes_by_local_rank_among_the_visible(monkeypatch, visible, local_rank, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr("hvdplus_torch._session.local_rank", lambda: local_rank)
+    assert hvd.device() == torch.device(expected)

@@ -57,6 +57,26 @@ def test_mpi_is_not_loaded_where_it_is_not_needed():
     assert choose("auto", world(), lambda _: True, never) == "horovod"
 
 
+def test_only_an_mpi_library_knows_how_many_pmix_counts(caplog):
+    def chosen(number, mpi, where=ALONE):
+        return choose("auto", where, lambda _: False, lambda: mpi, {"PMIX_RANK": number})
+
+    assert chosen("0", mpi=True) == chosen("3", mpi=True) == "mpi"
+    assert chosen("3", mpi=True, where=world(1)) == "local"  # a launcher that tells its size is believed
+    assert caplog.text == ""
+    assert chosen("0", mpi=False) == "local"
+    assert "PMIX_RANK=0 is set, but nothing says how many" in caplog.text
+    with pytest.raises(LaunchError, match=r"PMIX_RANK=3 .* HVDPLUS_RANK and HVDPLUS_SIZE"):
+        chosen("3", mpi=False)
+
+
+def test_check_believes_the_engine_of_an_elastic_job():
+    where = world(4, "horovodrun", rank=3)
+    check(where, "horovod", 1, 2, {"HOROVOD_ELASTIC": "1"})
+    with pytest.raises(LaunchError):
+        check(where, "horovod", 1, 2, {"HOROVOD_ELASTIC": "0"})
+
+
 def test_check_accepts_what_agrees():
     check(world(4, rank=3), "mpi", 3, 4)
     check(ALONE, "local", 0, 1)
@@ -74,6 +94,7 @@ def test_check_refuses_what_does_not(where, rank, size):
     assert f"rank {where.rank} of {where.size}" in message
     assert f"rank {rank} of {size}" in message
     assert "'horovod'" in message
+    assert "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE" in message
 
 
 def test_wanted():

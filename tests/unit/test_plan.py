@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdplus import Strategy
+from hvdplus import Strategy, StrategyError
 from hvdplus.plan import Bucket, Member, Parameter, codec_of, plan
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
@@ -203,3 +204,34 @@ def test_a_shape_is_that_in_memory():
     assert Parameter("transposed", c, "float32", "", (1, 32)).in_memory == (64, 32)
     assert Parameter("unknown", c, "float32").in_memory == c
     assert Parameter("complex", c, "complex64").in_memory == (32, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "says"),
+    [
+        (
+            "powersgd:512",
+            [(64, 30), (128, 64)],
+            "codec 'powersgd:512' can take none of these parameters, not even the largest, 'p1' of shape (128, 64): "
+            "its rank is 512 and must be at most 42; choose another codec.",
+        ),
+        (
+            "powersgd:1",
+            [(4096,)],
+            "codec 'powersgd:1' can take none of these parameters, not even the largest, 'p0' of shape (4096,): it "
+            "is no matrix; choose another codec.",
+        ),
+    ],
+)
+def test_a_codec_that_can_take_nothing_is_refused(spec, shapes, says):
+    parameters = [Parameter(f"p{i}", shape, "float32") for i, shape in enumerate(shapes)]
+    with pytest.raises(StrategyError) as caught:
+        plan(parameters, Strategy(spec))
+    assert str(caught.value) == says
+
+
+def test_a_codec_that_can_take_something_is_not_refused_nor_one_that_is_meant_for_nothing():
+    matrix, vector = Parameter("m", (128, 64), "float32"), Parameter("v", (4096,), "float32")
+    assert sorted(b.codec for b in plan([matrix, vector], Strategy("powersgd:4")).buckets)[-1] == "powersgd:4"
+    assert plan([vector], Strategy("powersgd:4", overrides={"v": "int8"})).buckets[0].codec == "int8"
+    assert plan([Parameter("small", (10,), "float32")], Strategy("powersgd:4")).buckets[0].codec == "exact"

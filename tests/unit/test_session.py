@@ -138,6 +138,26 @@ def test_a_launchers_other_local_rank_is_warned_of(monkeypatch, caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, 0), ({"HVDPLUS_LOCAL_RANK": "2"}, 2)])
+def test_a_local_rank_given_by_hand_is_not_corrected_by_host_names(monkeypatch, given, expected):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    at = World(0, 4, int(given.get("HVDPLUS_LOCAL_RANK", 1)), None, "jsrun")
+    monkeypatch.setattr(session, "discover", lambda: at)
+    monkeypatch.setattr(session.Session, "gather", lambda self, payload, collectives=None: [b"a", b"b", b"a", b"b"])
+    collectives = LocalCollectives()
+    collectives.rank, collectives.size = 0, 4
+    monkeypatch.setattr(session.Watch, "connect", lambda self, gather: None)
+    assert session.start(framework(lambda: collectives, serves=True)).world.local_rank == expected
+
+
+@pytest.mark.parametrize("parent", [None, object()], ids=["started by hand", "started by multiprocessing"])
+def test_a_child_of_multiprocessing_is_told_that_it_is_alone(monkeypatch, caplog, parent):
+    monkeypatch.setattr(session.multiprocessing, "parent_process", lambda: parent)
+    session.start(framework())
+    assert ("started by multiprocessing, not by a launcher" in caplog.text) == (parent is not None)
+
+
 def test_gathers_have_names_of_their_own():
     wire = Wire(2)
     assert run(2, lambda s: [s.gather(bytes([n]))[1] for n in range(2)], wire) == [[b"\0", b"\1"]] * 2

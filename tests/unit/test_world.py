@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdplus.errors import LaunchError
-from hvdplus.world import MPI_LAUNCHERS, World, discover, tasks_per_node
+from hvdplus.world import MPI_LAUNCHERS, Place, World, clean_env, discover, places, tasks_per_node, variables
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -149,6 +149,37 @@ PITFALLS = {
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_UNIVERSE_SIZE": "64"},
         World(0, 2, None, None, "openmpi"),
     ),
+    "PMIx tells no size, and is asked through the library": ({"PMIX_RANK": "3"}, ALONE),
+    "PMIx beside the variables that count": (OPENMPI | {"PMIX_RANK": "3"}, World(3, 4, 1, 2, "openmpi")),
+    "Flux sets PMI variables too": (
+        {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "PMI_RANK": "3", "PMI_SIZE": "4"},
+        World(3, 4, None, None, "mpich"),
+    ),
+    "a nested Flux instance is no task": ({"FLUX_URI": "local:///x", "FLUX_JOB_NNODES": "2"}, ALONE),
+    "jsrun starts Spectrum MPI": (
+        {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"} | OPENMPI,
+        World(3, 4, 1, 2, "openmpi"),
+    ),
+    "MVAPICH2 is started by Hydra": (
+        {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "PMI_RANK": "3", "PMI_SIZE": "4"},
+        World(3, 4, None, None, "mvapich2"),
+    ),
+    "PALS leaves its size to PMI": (
+        {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
+        | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"},
+        World(3, 4, 1, 2, "mpich"),
+    ),
+    "elastic horovodrun": (HOROVODRUN | {"HOROVOD_ELASTIC": "1"}, World(3, 4, 1, 2, "horovodrun")),
+    "only the local rank is corrected": (OPENMPI | {"HVDPLUS_LOCAL_RANK": "0"}, World(3, 4, 0, 2, "openmpi")),
+    "a launcher that took both hosts for one": (OPENMPI | {"HVDPLUS_LOCAL_RANK": "3"}, World(3, 4, 3, None, "openmpi")),
+    "local rank and size are corrected": (
+        OPENMPI | {"HVDPLUS_LOCAL_RANK": "3", "HVDPLUS_LOCAL_SIZE": "4"},
+        World(3, 4, 3, 4, "openmpi"),
+    ),
+    "local rank and size where the launcher tells none": (
+        {"PMI_RANK": "3", "PMI_SIZE": "4", "HVDPLUS_LOCAL_RANK": "1"},
+        World(3, 4, 1, None, "mpich"),
+    ),
     "slots alone are nothing": ({"OMPI_UNIVERSE_SIZE": "64"}, ALONE),
     "an empty value is not set": ({"RANK": "", "WORLD_SIZE": "", "OMPI_COMM_WORLD_RANK": ""}, ALONE),
     "a size without a rank is nothing": ({"WORLD_SIZE": "8", "OMPI_COMM_WORLD_SIZE": "4", "PMI_SIZE": "3"}, ALONE),
@@ -195,7 +226,24 @@ REFUSED = {
         HOROVODRUN | OPENMPI | {"OMPI_COMM_WORLD_RANK": "0"},
         ["HOROVOD_RANK=3 HOROVOD_SIZE=4", "OMPI_COMM_WORLD_RANK=0"],
     ),
-    "PMIx alone": ({"PMIX_RANK": "3"}, ["PMIX_RANK=3", "HVDPLUS_RANK and HVDPLUS_SIZE"]),
+    "MPICH's rank alone": ({"PMI_RANK": "3"}, ["PMI_RANK=3", "PMI_SIZE"]),
+    "jsrun's size is 0": ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "0"}, ["JSM_NAMESPACE_SIZE=0"]),
+    "Flux's rank is no number": ({"FLUX_TASK_RANK": "a", "FLUX_JOB_SIZE": "4"}, ["FLUX_TASK_RANK='a'"]),
+    "MVAPICH2 and jsrun": (
+        {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "4"},
+        ["MV2_COMM_WORLD_RANK=0 MV2_COMM_WORLD_SIZE=2", "JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=4"],
+    ),
+    "Hydra inside a rank of Open MPI": (
+        OPENMPI | {"PMI_RANK": "0", "PMI_SIZE": "2"},
+        ["OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 (openmpi)", "PMI_RANK=0 PMI_SIZE=2 (mpich)"],
+    ),
+    "override's local rank is no number": (OPENMPI | {"HVDPLUS_LOCAL_RANK": "-1"}, ["HVDPLUS_LOCAL_RANK='-1'"]),
+    "override's local rank is the size": (OPENMPI | {"HVDPLUS_LOCAL_RANK": "4"}, ["HVDPLUS_LOCAL_RANK=4", "4 ranks"]),
+    "override's local size exceeds the size": (
+        OPENMPI | {"HVDPLUS_LOCAL_RANK": "0", "HVDPLUS_LOCAL_SIZE": "5"},
+        ["HVDPLUS_LOCAL_SIZE=5", "4 ranks"],
+    ),
+    "override's local size alone": (OPENMPI | {"HVDPLUS_LOCAL_SIZE": "2"}, ["HVDPLUS_LOCAL_SIZE=2 needs"]),
     "Open MPI's rank alone": ({"OMPI_COMM_WORLD_RANK": "3"}, ["OMPI_COMM_WORLD_RANK=3", "OMPI_COMM_WORLD_SIZE"]),
     "PALS without a size": ({"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "2"}, ["PALS_RANKID=0", "PALS_SIZE"]),
     "a step without its size": ({"SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}, ["SLURM_STEP_NUM_TASKS"]),
@@ -225,6 +273,98 @@ def test_tasks_per_node(text, counts):
 def test_tasks_per_node_refuses(text):
     with pytest.raises(LaunchError, match="SLURM_STEP_TASKS_PER_NODE"):
         tasks_per_node(text)
+
+
+PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "lines", [["n1", "n2", "n3"], ["n1", "n1", "n2", "n2", "n3", "n3", ""]], ids=["a line a node", "a line a slot"]
+)
+def test_pals_without_a_size_counts_the_nodes(tmp_path, lines):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("\n".join(lines) + "\n")
+    assert discover(PALS | {"PBS_NODEFILE": str(nodes)}) == World(3, 6, 1, 2, "pals")
+    with pytest.raises(LaunchError, match=r"PALS_RANKID=6 and PBS_NODEFILE x PALS_LOCAL_SIZE=6 contradict"):
+        discover(PALS | {"PALS_RANKID": "6", "PBS_NODEFILE": str(nodes)})
+    with pytest.raises(LaunchError, match="PALS_LOCAL_SIZE='x' is not a whole number"):
+        discover(PALS | {"PALS_LOCAL_SIZE": "x", "PBS_NODEFILE": str(nodes)})
+
+
+def test_pals_without_a_size_or_a_node_file_is_refused(tmp_path):
+    with pytest.raises(LaunchError, match="PALS_RANKID=3 says that a launcher"):
+        discover(PALS | {"PBS_NODEFILE": str(tmp_path / "none")})
+
+
+@pytest.mark.parametrize("environ", [{}, SLURM_BATCH, {"PMIX_RANK": "0"}, {"RANK": "1"}])
+def test_a_launcher_can_be_required(environ):
+    with pytest.raises(LaunchError, match=r"no launcher started this process .* require_launcher=True"):
+        discover(environ, require_launcher=True)
+
+
+@pytest.mark.parametrize("environ", [OPENMPI, SLURM_STEP, {"PMI_RANK": "0", "PMI_SIZE": "1"}])
+def test_a_launcher_that_is_there_satisfies(environ):
+    assert discover(environ, require_launcher=True) == discover(environ)
+
+
+KEPT = {
+    "PATH": "/bin",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_MCA_btl": "tcp,self",
+    "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
+    "PMIX_MCA_gds": "hash",
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "HOROVOD_CYCLE_TIME": "2",
+    "HVDPLUS_STRATEGY": "fp16",
+    "MASTER_ADDR": "n1",
+    "FLUX_URI": "local:///x",
+}
+
+
+@pytest.mark.parametrize(("environ", "world"), LAUNCHERS.values(), ids=LAUNCHERS)
+def test_a_child_with_a_clean_environment_is_no_rank(environ, world):
+    assert discover(clean_env(environ)) == ALONE
+
+
+def test_a_clean_environment_keeps_what_users_set():
+    inner = {
+        "OMPI_MCA_orte_hnp_uri": "1.0;tcp://n1:1",
+        "OMPI_MCA_ess_base_jobid": "1",
+        "PMIX_SERVER_URI2": "x",
+        "PMIX_RANK": "3",
+        "PMI_FD": "7",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "n1",
+        "TORCHELASTIC_RUN_ID": "x",
+    }
+    assert clean_env(OPENMPI | SLURM_STEP | HOROVODRUN | TORCHRUN | inner | KEPT) == KEPT | {"SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize(("environ", "world"), LAUNCHERS.values(), ids=LAUNCHERS)
+def test_a_launchers_variables_can_be_named(environ, world):
+    assert all(name in environ for name in variables(world.launcher))
+    assert len(variables(world.launcher)) == (0 if world.launcher == "none" else 2)
+
+
+HOSTS = {
+    "one host after the other": (["a", "a", "a", "b"], [0, 1, 2, 0], [3, 3, 3, 1], [(0, 2), (0, 1), (0, 1), (1, 2)]),
+    "round robin": (["a", "b", "a", "b"], [0, 0, 1, 1], [2, 2, 2, 2], [(0, 2), (1, 2), (0, 2), (1, 2)]),
+    "uneven round robin": (
+        ["a", "b", "a", "b", "b"],
+        [0, 0, 1, 1, 2],
+        [2, 3, 2, 3, 3],
+        [(0, 2), (1, 2), (0, 2), (1, 2), (0, 1)],
+    ),
+    "a host each": (["a", "b", "c"], [0, 0, 0], [1, 1, 1], [(0, 3), (1, 3), (2, 3)]),
+    "one rank": (["a"], [0], [1], [(0, 1)]),
+    "nobody": ([], [], [], []),
+}
+
+
+@pytest.mark.parametrize(("hosts", "local", "sizes", "cross"), HOSTS.values(), ids=HOSTS)
+def test_places_by_host_names(hosts, local, sizes, cross):
+    expected = [Place(*place, *across) for *place, across in zip(local, sizes, cross, strict=True)]
+    assert places(hosts) == expected
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 9)), min_size=1))

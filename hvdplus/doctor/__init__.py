@@ -1,0 +1,1 @@
+"""What is right and wrong on a machine, each finding with its fix."""

@@ -1,0 +1,1 @@
+"""Starting ranks: from what is found at a site to the one launcher line that works there."""
