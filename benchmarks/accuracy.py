@@ -117,17 +117,23 @@ def command(job: Job, common: Row, log: Path) -> list[str]:
 
 def run(job: Job, common: Row, out: Path) -> bool:
     """Make one run and append its line to the results; say whether it went well."""
-    log, words = out / "run.jsonl", out / "run.txt"
+    log = out / "run.jsonl"
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environ = {"OMP_NUM_THREADS": "1", "HVDPLUS_ENGINE": "mpi", **os.environ, "PATH": path}
-    with words.open("w") as file:
+    with words(job, out).open("w") as file:
         ended = subprocess.run(command(job, common, log), env=environ, stdout=file, stderr=file, check=False)
     if ended.returncode:
         return False
+    words(job, out).unlink()
     curve = [json.loads(line) for line in log.read_text().splitlines()]
     with (out / "results.jsonl").open("a") as file:
         print(json.dumps(asdict(job) | {"settings": common, "curve": curve}), file=file)
     return True
+
+
+def words(job: Job, out: Path) -> Path:
+    """Return where a run's output goes; of runs that went well it is not kept."""
+    return out / f"{job.codec.replace(':', '-')}-seed{job.seed}-ranks{job.ranks}-dense{job.dense}.txt"
 
 
 def results(out: Path, common: Row) -> dict[Job, list[Row]]:
@@ -235,7 +241,7 @@ def main() -> int:
         print(f"{number}/{len(todo)}  {job.strategy}, seed {job.seed}, {job.ranks} ranks", flush=True)
         if not run(job, common, args.out):
             failed.append(job)
-            print(f"  failed: {args.out / 'run.txt'}", flush=True)
+            print(f"  failed: {words(job, args.out)}", flush=True)
     write(report(results(args.out, common)), common, args.out)
     return 1 if failed else 0
 
