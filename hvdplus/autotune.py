@@ -17,7 +17,6 @@ from hvdplus import codecs
 from hvdplus.arrays import NumPyArray
 from hvdplus.codecs.auto import Auto
 from hvdplus.collectives import AllGather, AllReduce, Collectives, Pending, Ready, Request
-from hvdplus.kernels import HostArrays
 from hvdplus.plan import Parameter, plan
 from hvdplus.reducer import Reducer
 from hvdplus.session import Framework, Session
@@ -168,6 +167,8 @@ class _Exchange:
     """One step's exchange of so many units of random numbers in one codec; a call is a step."""
 
     def __init__(self, spec: str, units: int, collectives: Collectives[NumPyArray], watch: Watch) -> None:
+        from hvdplus.kernels import HostArrays  # numba, which takes its time
+
         strategy = Strategy(spec, min_compress=1)
         parameters = [Parameter(f"unit{i}", (_SIDE, _SIDE), "float32") for i in range(units)]
         self._stats = Stats()

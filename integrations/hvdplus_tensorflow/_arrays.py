@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from hvdplus import kernels
 from hvdplus.arrays import RIDGE, HostFunction, NumPyArray, Output
 
 Tensor: TypeAlias = Any  # tf.Tensor, eager or symbolic; TensorFlow ships no types
@@ -236,6 +235,8 @@ class TensorFlowArrays:
 
     def hosts(self, x: Tensor) -> bool:
         """Whether host functions are the fastest way."""
+        from hvdplus import kernels  # numba, which takes its time
+
         return x.dtype == tf.float32 and not _has_gpu() and kernels.available()
 
 

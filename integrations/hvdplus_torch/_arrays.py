@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvdplus import kernels
 from hvdplus.arrays import RIDGE, SAMPLE, HostFunction, NumPyArray, Output, sample_rank
 
 _DTYPES = {
@@ -254,6 +253,8 @@ class TorchArrays:
 
     def hosts(self, x: torch.Tensor) -> bool:
         """Whether host functions are the fastest way."""
+        from hvdplus import kernels  # numba, which takes its time
+
         return x.dtype == torch.float32 and x.device.type == "cpu" and kernels.available()
 
 
