@@ -48,7 +48,8 @@ def mine(batches, rows=4, window=1):
 
 
 def weights(thing):
-    return [keras.ops.convert_to_numpy(v) for v in thing.variables]
+    """All variables but the one that says which rank holds them."""
+    return [keras.ops.convert_to_numpy(v) for v in thing.variables if v.name != "hvdplus_origin"]
 
 
 def difference(a, b):
@@ -100,7 +101,8 @@ def scenario_stats_count_steps_not_traces():
     _, _, opt = fit_both(OPTIMIZERS["sgd"], updates=20, strategy="fp16", min_compress=0)
     stats = opt.hvdplus.stats()
     assert stats["steps"] == 20
-    assert stats["collectives"] == 20 * (2 if SIZE > 1 else 1) + 20  # two phases of the fp16 bucket, one of the flags
+    rounds = 2 if SIZE > 2 else 1  # of the fp16 bucket; and one of the flags
+    assert stats["collectives"] == 20 * rounds + 20
     assert 0 < stats["bytes_sent"] < 0.6 * stats["bytes_dense"]
     assert 0 < stats["relative_error"] < 1e-3
     assert type(opt).__mro__[1].__name__ == "Distributed"
