@@ -78,8 +78,8 @@ def jobs(seeds: Sequence[int], dense: int) -> Iterator[Job]:
     """Give all runs, the most telling ones first."""
     first, *more = seeds
     yield from (job(codec, first, dense) for codec in ("exact", *ALLOWED, *OTHERS))
-    yield from (job(codec, first, dense, MORE_RANKS) for codec in ("exact", *SWEPT, "int8"))
     yield from (job(codec, seed, dense) for seed in more for codec in ("exact", *ALLOWED))
+    yield from (job(codec, first, dense, MORE_RANKS) for codec in ("exact", *SWEPT, "int8"))
     yield from (job(spec, first, dense) for codec in SWEPT for spec in other_blocks(codec))
     yield from (job("topk:0.01", first, times * dense) for times in (0, 3))
     yield from (job(codec, seed, dense) for seed in more for codec in OTHERS)
