@@ -12,10 +12,10 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench check format clean
+.PHONY: help setup demo test bench check format clean docker docker-cuda docker-demo
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make .venv with everything in it, Horovod built (minutes the first time)
 
@@ -51,3 +51,29 @@ format: $(READY)  ## put the code into shape
 clean:  ## remove .venv and what tools left; built Horovod wheels stay in the user's cache
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- containers ------------------------------------------------------------------------------------------------
+# CONTAINER_TOOL is docker, podman or buildah; BUILD_FLAGS are further options for its `build`, as in
+# make docker BUILD_FLAGS="--build-arg FRAMEWORKS=torch".
+CONTAINER_TOOL ?= docker
+BUILD_FLAGS    ?=
+export IMAGE   ?= hvdplus:cpu
+IMAGE_CUDA     ?= hvdplus:cuda
+image_build     = $(CONTAINER_TOOL) build -f docker/Dockerfile --build-arg PIP_EXTRA_INDEX_URL
+
+docker:  ## build the container image for CPUs (CONTAINER_TOOL=docker, podman or buildah)
+	$(image_build) -t $(IMAGE) $(BUILD_FLAGS) .
+
+docker-cuda:  ## build the container image for CUDA and NCCL
+	$(image_build) -t $(IMAGE_CUDA) \
+		--build-arg BUILD_BASE=nvidia/cuda:13.0.2-devel-ubuntu24.04 --build-arg BASE=nvidia/cuda:13.0.2-base-ubuntu24.04 \
+		--build-arg FRAMEWORKS=torch --build-arg HOROVOD_OPTIONS=--with-nccl $(BUILD_FLAGS) .
+
+docker-demo: docker  ## train across two containers; with buildah as root, on network namespaces
+ifeq ($(CONTAINER_TOOL),buildah)
+	$(MAKE) setup
+	$(BIN)/python docker/compose_buildah.py
+else
+	$(CONTAINER_TOOL) compose -f docker/compose.yaml up --no-build --abort-on-container-exit --exit-code-from boxa; \
+		code=$$?; $(CONTAINER_TOOL) compose -f docker/compose.yaml down --volumes; exit $$code
+endif

@@ -141,7 +141,8 @@ def results(out: Path, common: Row) -> dict[Job, list[Row]]:
     file = out / "results.jsonl"
     lines = map(json.loads, file.read_text().splitlines()) if file.exists() else iter(())
     names = ("codec", "seed", "ranks", "dense")
-    return {Job(*(row[name] for name in names)): row["curve"] for row in lines if row["settings"] == common}
+    rows: list[Row] = list(lines)
+    return {Job(*(row[name] for name in names)): row["curve"] for row in rows if row["settings"] == common}
 
 
 # -- what came of it
@@ -172,7 +173,7 @@ def _row(key: tuple[str, int, int], curves: dict[int, list[Row]], exact: dict[tu
 def bytes_a_step(curve: list[Row]) -> float:
     """Return what a rank sends in one step after the dense ones: of the last part of the run."""
     before, last = curve[-2:]
-    return (last["bytes_sent"] - before["bytes_sent"]) / (last["step"] - before["step"])
+    return float((last["bytes_sent"] - before["bytes_sent"]) / (last["step"] - before["step"]))
 
 
 def cells(row: Row) -> list[str]:

@@ -14,7 +14,19 @@ from pathlib import Path
 from hosts import Hosts
 
 HERE = Path(__file__).parent
-CODECS = ("exact", "fp16", "bf16", "int8", "int4", "ternary", "onebit", "topk:0.01", "randomk:0.01", "powersgd:4")
+CODECS = (
+    "exact",
+    "fp16",
+    "bf16",
+    "int8",
+    "int4",
+    "ternary",
+    "onebit",
+    "topk:0.01",
+    "randomk:0.01",
+    "powersgd:4",
+    "auto",
+)
 STOCK = ("none", "fp16")
 
 

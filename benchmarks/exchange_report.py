@@ -99,7 +99,7 @@ def times(rate: Rate, work: str) -> Table:
     compared = " and ".join(peer for peer in peers if peer) or "nobody here"
     caption = (
         f"ms a step: median and minimum. x: how many times as fast as {compared}. MB sent: what left a host in a step; "
-        f"bound: the ms that those need on this link."
+        f"bound: the ms that those need on this link.{_choices(rate)}"
     )
     return reporting.table(title, COLUMNS, rows, caption)
 
@@ -136,6 +136,12 @@ def memories(found: Sequence[Memory]) -> Table:
     columns = ["contender", "ranks", "MiB", "of it libraries", "x gradients", f"<= {targets.MEMORY_MULTIPLE:g}"]
     caption = "Most resident memory of a rank, less that of one plain process with the same tensors."
     return reporting.table("Memory on top", columns, rows, caption)
+
+
+def _choices(rate: Rate) -> str:
+    """Say which codec `auto` stood for in the last round."""
+    autos = {name: trial.own["codec"] for name, trial in rate.trials.items() if name.endswith("/auto") and trial.own}
+    return "".join(f" {name} took {codec}." for name, codec in autos.items())
 
 
 def _multiple(memory: Memory) -> list[str]:

@@ -83,8 +83,9 @@ class Exchange:
         return [float(number) for number in largest.grad.flatten()[:SAMPLE]]
 
     def counted(self) -> dict[str, Any]:
-        """Return hvdplus' statistics."""
-        return dict(self.optimizer.hvdplus.stats()) if hasattr(self.optimizer, "hvdplus") else {}
+        """Return hvdplus' statistics, and the codec that was in force."""
+        ours = getattr(self.optimizer, "hvdplus", None)
+        return {**ours.stats(), "codec": ours.strategy.codec} if ours else {}
 
 
 def contender(name: str, work: str, rank: int) -> Contender:

@@ -312,6 +312,9 @@ class Hosts:
     def set_link(self, host: Host, up: bool) -> None:
         """Pull a host's cable out, or put it back; connections live on if it is back before they give up."""
         _command("ip", "-n", self._switch, "link", "set", _port(host), "up" if up else "down")
+        if up:  # whoever asked for an address meanwhile has given up on it for a second
+            for other in self:
+                _command("ip", "-n", other.namespace, "neighbour", "flush", "dev", INTERFACE, "nud", "all")
 
     def shape(self, gbit: float | None) -> None:
         """Give every link a rate in Gbit/s in both directions; None takes the limit away."""

@@ -6,6 +6,7 @@ mpirun -np 2 python benchmarks/stock_gpt.py --compression fp16 --diary fp16.json
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -16,9 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import torch_gpt as gpt
 
 
-def train(
-    model: gpt.GPT, optimizer: torch.optim.Optimizer, text: torch.Tensor, args: argparse.Namespace, diary: gpt.Diary
-) -> None:
+def train(model: gpt.GPT, optimizer: Any, text: torch.Tensor, args: argparse.Namespace, diary: gpt.Diary) -> None:
     """Train for ``args.steps`` batches: the example's loop, with what Horovod wants for clipping."""
     schedule = gpt.schedule_of(optimizer, args, args.steps)
     for step in range(args.steps):
@@ -51,7 +50,7 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
     def evaluation() -> float:
-        return hvd.allreduce(gpt.validate(model, held_out, args, hvd.rank(), hvd.size())).item()
+        return float(hvd.allreduce(gpt.validate(model, held_out, args, hvd.rank(), hvd.size())))
 
     diary = gpt.Diary(args.diary if hvd.rank() == 0 else None, evaluation, lambda: None)
     train(model, optimizer, text, args, diary)

@@ -117,7 +117,7 @@ def reached(curve: Sequence[Row], loss: float) -> float | None:
 def compared(runs: list[Row], within: float) -> list[Row]:
     """Add to every run how it ended and how much sooner it got there, where the run to compare with is there."""
     measure = next((run for run in runs if run["name"] == MEASURE), None)
-    return [run | _summary(run["curve"], measure and measure["curve"], within) for run in runs]
+    return [run | _summary(run["curve"], measure["curve"] if measure else None, within) for run in runs]
 
 
 def _summary(curve: list[Row], measure: list[Row] | None, within: float) -> Row:

@@ -52,7 +52,7 @@ def check_every() -> int:
     return int(text)
 
 
-def describe(plan: Plan, strategy: Strategy, owner: str, sums: bool) -> list[tuple[str, str]]:
+def describe(plan: Plan, strategy: Strategy, owner: str, sums: bool, asks: Sequence[str] = ()) -> list[tuple[str, str]]:
     """List what an optimizer's ranks must have in common, what differs most often first.
 
     Args:
@@ -60,6 +60,7 @@ def describe(plan: Plan, strategy: Strategy, owner: str, sums: bool) -> list[tup
         strategy: how they are exchanged.
         owner: what the optimizer is.
         sums: whether micro-batches are added up rather than averaged.
+        asks: what codecs ask for, from the first bucket to the last.
     """
     return [
         ("hvdplus", __version__),
@@ -68,6 +69,7 @@ def describe(plan: Plan, strategy: Strategy, owner: str, sums: bool) -> list[tup
         ("micro-batches", "summed" if sums else "averaged"),
         ("HVDPLUS_CHECK_EVERY", str(check_every())),
         *((f"parameter {i}", str(parameter)) for i, parameter in enumerate(plan.parameters)),
+        *((f"request {i}:", ask) for i, ask in enumerate(asks)),
     ]
 
 

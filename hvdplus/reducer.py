@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hvdplus import codecs
@@ -13,6 +14,7 @@ from hvdplus.arrays import Arrays, Cell
 from hvdplus.codecs import Codec, ErrorFeedback, Exchange, Outcome, Site
 from hvdplus.collectives import AllGather, Collectives, Pending, ReduceScatter, Request, wire_bytes
 from hvdplus.plan import Bucket, Plan
+from hvdplus.state import Kept, put, take
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus.watch import Watch
@@ -200,6 +202,24 @@ class Reducer(Generic[A]):
             run_alone(codec.exchange(self._arrays.zeros(bucket.count, bucket.dtype), site), self._answered_alone)
         self.rollback()
 
+    def asks(self) -> list[str]:
+        """Return what codecs of users ask for in an exchange of zeros that no other rank sees, a line for each request.
+
+        Ranks that ask for different things would wait for each other for ever, so they compare these lines first.
+        """
+        lines: list[str] = []
+        for bucket, site, codec in zip(self.plan.buckets, self._sites, self._codecs, strict=True):
+            if not codecs.is_ours(bucket.codec):
+                zeros = self._arrays.zeros(bucket.count, bucket.dtype)
+                run_alone(codec.exchange(zeros, site), partial(self._noted, f"{bucket.codec} in {bucket.label}", lines))
+                site.rollback()
+        return lines
+
+    def _noted(self, who: str, lines: list[str], request: Request[A]) -> A:
+        kind, value = type(request).__name__, request.value
+        lines.append(f"{who} asks for {kind} of {self._arrays.count(value)} {self._arrays.dtype(value)}")
+        return self._answered_alone(request)
+
     def _answered_alone(self, request: Request[A]) -> A:
         """Answer with something of the right shape."""
         arrays, size = self._arrays, self._collectives.size
@@ -218,6 +238,29 @@ class Reducer(Generic[A]):
         """Undo what the last exchange left there."""
         for site in self._sites:
             site.rollback()
+
+    def kept(self) -> Kept[A]:
+        """Return a copy of what codecs keep, by parameter; of what an exchange has staged, nothing."""
+        return take(self.plan, self._cells(), self._arrays, self._collectives.rank)
+
+    def keep(self, kept: Kept[A]) -> tuple[Kept[A], list[str]]:
+        """Overwrite all that codecs keep.
+
+        Returns:
+            What belongs to parameters that are not in the plan, and the names of what does not fit.
+        """
+        if kept and not self._keeps_state():
+            self.prepare()
+        found = put(self.plan, self._cells(), kept, self._arrays, self._collectives.rank, self._collectives.size)
+        for site, values in zip(self._sites, found.cells, strict=True):
+            site.rollback()
+            for key, value in values.items():
+                site.cells[key].write(value)
+            site.commit()
+        return found.waiting, found.misfits
+
+    def _cells(self) -> list[dict[str, A]]:
+        return [{key: cell.read() for key, cell in site.cells.items()} for site in self._sites]
 
     def _keeps_state(self) -> bool:
         return any(site.cells for site in self._sites)

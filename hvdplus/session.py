@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdplus import engines, mpi
 from hvdplus.arrays import NumPyArray
-from hvdplus.collectives import AllGather, Broadcast, Collectives, LocalCollectives
+from hvdplus.collectives import AllGather, AllReduce, Broadcast, Collectives, LocalCollectives
 from hvdplus.errors import LaunchError
 from hvdplus.strategy import Strategy
 from hvdplus.watch import Watch
@@ -89,6 +89,16 @@ class Session(Generic[A]):
         pending = group.start(Broadcast(self.framework.lend(raw), root), self._name("copy", group))
         answer = self.framework.read(self.watch.wait(pending))
         return np.ascontiguousarray(answer).view(value.dtype).reshape(value.shape)
+
+    def mean(self, value: NumPyArray, among: Collectives[A] | None = None) -> NumPyArray:
+        """Return the mean over ranks of ``value`` (fp32 or fp64), shaped alike on all; all ranks call this together."""
+        self.meet()
+        group = among or self.collectives
+        if group.size == 1 or value.size == 0:
+            return value
+        given = self.framework.lend(np.array(value))
+        pending = group.start(AllReduce(given, scale=1.0 / group.size), self._name("mean", group))
+        return self.framework.read(self.watch.wait(pending))
 
     def _name(self, kind: str, group: Collectives[A]) -> str:
         """Return the next name for a group: ranks outside it do not count along."""

@@ -108,6 +108,8 @@ class Watch:
     def _poll(self, pending: Pending[Any]) -> None:
         begin = time.monotonic()
         warn_at, end_at = begin + self.warn_after, begin + self.limit
+        ask_at = end_at - min(_ANSWER_SECONDS, self.limit / 2)  # so that answers are there when the time is over
+        last = ask_at + _ANSWER_SECONDS
         delay, longest = 2e-5, 5e-5 if getattr(pending, "moves_when_asked", False) else 1e-3
         while not pending.done():
             time.sleep(delay)
@@ -122,8 +124,11 @@ class Watch:
                 log.warning(
                     "rank %d waits in %s, %.0f s so far: %s", self.rank, self._here(), now - begin, self.explain()
                 )
-            if now > end_at:
-                raise self._error(f"nothing came within HVDPLUS_TIMEOUT={self.limit:g} s: {self.explain()}")
+            if now > ask_at:
+                ask_at = float("inf")
+                self._ask()
+            if now > end_at and (self._all_answered() or now > last):
+                raise self._error(f"nothing came within HVDPLUS_TIMEOUT={self.limit:g} s: {self._answers()}")
 
     def translated(self, error: Exception) -> ExchangeError:
         """Turn an engine's own complaint into ours, once the cause has had time to arrive."""
@@ -160,13 +165,24 @@ class Watch:
 
     def explain(self) -> str:
         """Ask every rank where it is and return a sentence about those that are elsewhere."""
+        self._ask()
+        end = time.monotonic() + _ANSWER_SECONDS
+        while not self._all_answered() and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._answers()
+
+    def _ask(self) -> None:
+        self._statuses = {}
+        if self._line is not None:
+            self._line.send({"ask": self.rank})
+
+    def _all_answered(self) -> bool:
+        return self._line is None or len(self._statuses) == self.size - 1
+
+    def _answers(self) -> str:
+        """Say what the ranks have answered so far."""
         if self._line is None:
             return "no rank can be asked, there is no line between them"
-        self._statuses = {}
-        self._line.send({"ask": self.rank})
-        end = time.monotonic() + _ANSWER_SECONDS
-        while len(self._statuses) < self.size - 1 and time.monotonic() < end:
-            time.sleep(0.01)
         late = [self._describe(rank) for rank in range(self.size) if rank != self.rank]
         return "; ".join(text for text in late if text) or "all ranks are in the same exchange, so the network is stuck"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from hvdplus.arrays import Cell, NumPyArray
 from hvdplus.collectives import Collectives
 from hvdplus.errors import StrategyError
 from hvdplus.plan import Plan
+from hvdplus.reducer import Reducer
 from hvdplus.session import Session
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
@@ -22,7 +24,13 @@ _ADAPTERS = {"tensorflow": "hvdplus_tensorflow", "torch": "hvdplus_torch"}
 class Exchange(Protocol):
     """Averages buckets over the ranks; see ``hvdplus_tensorflow._exchange.Exchange``."""
 
-    def __call__(self, values: list[Any], step: Any) -> tuple[list[Any], Any]:
+    asks: list[str]  # what codecs of users ask for
+
+    @property
+    def reducer(self) -> Reducer[Any]:
+        """Has the codecs' state."""
+
+    def __call__(self, values: list[Any], step: Any, scale: Any = None) -> tuple[list[Any], Any]:
         """Return the means, and what the hook after the exchange returned."""
 
 
@@ -53,6 +61,9 @@ class Backend(Protocol):
 
     def eager(self) -> bool:
         """Whether tensors have values now, rather than when a graph runs."""
+
+    def outside(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which tensors have values even while a graph is being traced."""
 
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         """Have ``function`` called with the values as NumPy arrays whenever the step comes to this place."""
@@ -105,6 +116,12 @@ class _TensorFlow:
 
         return bool(tf.executing_eagerly())
 
+    def outside(self) -> contextlib.AbstractContextManager[Any]:
+        import tensorflow as tf
+
+        scope: contextlib.AbstractContextManager[Any] = tf.init_scope()
+        return scope
+
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         import tensorflow as tf
 
@@ -150,6 +167,9 @@ class _Torch:
 
     def eager(self) -> bool:
         return True
+
+    def outside(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def call(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         return function(*(keras.ops.convert_to_numpy(value) for value in values))

@@ -13,6 +13,7 @@ from hvdplus.collectives import Collectives
 from hvdplus.plan import Bucket, Plan
 from hvdplus.reducer import Reducer
 from hvdplus.session import Session
+from hvdplus.state import in_gradients
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus_torch._arrays import TorchArrays
@@ -21,19 +22,19 @@ from hvdplus_torch._arrays import TorchArrays
 class _KerasCell(Cell[torch.Tensor]):
     """A cell in a variable of the optimizer, so that it is saved and loaded with it."""
 
-    def __init__(self, variable: Any) -> None:
+    def __init__(self, variable: Any, scale: Callable[[], float]) -> None:
         super().__init__(torch.empty(0))
-        self._variable = variable
+        self._variable, self._scale = variable, scale
 
     def read(self) -> torch.Tensor:
-        """Return the variable's value."""
+        """Return the variable's value, in the unit of the gradients that are exchanged."""
         value: torch.Tensor = self._variable.value.detach()
-        return value
+        return value if self._scale() == 1.0 else value * self._scale()
 
     def commit(self) -> None:
-        """Assign what was written."""
+        """Assign what was written, in the unit of true gradients."""
         if self._staged is not None:
-            self._variable.assign(self._staged)
+            self._variable.assign(self._staged if self._scale() == 1.0 else self._staged / self._scale())
         self.rollback()
 
 
@@ -54,20 +55,27 @@ class EagerExchange:
     ) -> None:
         self._before, self._after = before, after
         self._tail = plan.buckets[-1].flags_offset
-        cell = lambda name, size, dtype: _KerasCell(new_variable(name, size, dtype))  # noqa: E731
+        self._scale = 1.0  # of the exchange that runs now
+
+        def cell(name: str, size: int, dtype: str) -> _KerasCell:
+            scaled = in_gradients(name)
+            return _KerasCell(new_variable(name, size, dtype), lambda: self._scale if scaled else 1.0)
+
         arrays = TorchArrays(torch.get_default_device())
-        self._reducer = _Resumed(plan, strategy, collectives, arrays, session.watch, scope, stats, cell)
-        self._reducer.prepare()
+        self.reducer = _Resumed(plan, strategy, collectives, arrays, session.watch, scope, stats, cell)
+        self.reducer.prepare()
+        self.asks = self.reducer.asks()
 
     @torch.no_grad()
-    def __call__(self, values: list[torch.Tensor], step: Any) -> tuple[list[torch.Tensor], bool]:
+    def __call__(self, values: list[torch.Tensor], step: Any, scale: Any = None) -> tuple[list[torch.Tensor], bool]:
         """Return the means and what ``after`` returned; ``step`` is the number of exchanges before this one."""
         factor = self._before()
-        self._reducer.step = int(step)
+        self.reducer.step, self._scale = int(step), 1.0 if scale is None else float(scale)
         for value in values:
-            self._reducer.start(value if factor == 1.0 else value * factor if factor else torch.zeros_like(value))
-        means = self._reducer.finish()
-        self._reducer.commit()
+            self.reducer.start(value if factor == 1.0 else value * factor if factor else torch.zeros_like(value))
+        means = self.reducer.finish()
+        self.reducer.commit()
+        self._scale = 1.0
         return means, self._after(means[-1][self._tail :].float().cpu().numpy())
 
 

@@ -23,6 +23,7 @@ from hvdplus.session import Session
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus_keras._backend import Backend, Exchange
+from hvdplus_keras._state import Memory
 
 log = logging.getLogger("hvdplus")
 
@@ -73,6 +74,7 @@ class Exchanger:
         self._local_scale = 1.0
         self.scale_local = True  # whether the gradients of those are divided by the number of ranks
         self._own: list[Any] = []  # state that differs between ranks
+        self.memory: Memory | None = None
         self._accumulators: list[Any] = []
         self._micro: Any = None
         self._steps: Any = None
@@ -105,7 +107,7 @@ class Exchanger:
         strategy = (
             self.strategy if self.collectives.size > 1 else Strategy.of(self.strategy, codec="exact", overrides={})
         )
-        described = [_parameter(v) for v in self._variables]
+        described = _described(self._variables)
         self._plan = plan(
             [
                 replace(p, shape=(0,)) if self._is_local(v) else p
@@ -124,6 +126,10 @@ class Exchanger:
             self._accumulators = [self._own_variable(name, (count,), dtype) for name, count, dtype in flats]
         self._exchange = self.backend.exchange(
             self._plan, strategy, self.collectives, self.scope, self.stats, self._before, self._after, self._new_state
+        )
+        windows = [self._micro, *self._accumulators] if self.window > 1 else []
+        self.memory = Memory(
+            self._plan, self._exchange.reducer, self._steps, windows, self._add_own, self.session, self.collectives
         )
         if self.model is not None and self.backend.eager():  # in a graph they have no values yet: see _compare
             self.broadcast()
@@ -153,7 +159,10 @@ class Exchanger:
         return [variable for variable in self._variables if not self._is_local(variable)]
 
     def _own_variable(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
-        variable = self.optimizer.add_variable(shape, "zeros", dtype, name=f"hvdplus_{name}")
+        return self._add_own(shape, "zeros", dtype, name)
+
+    def _add_own(self, shape: tuple[int, ...], initial: Any, dtype: str, name: str) -> Any:
+        variable = self.optimizer.add_variable(shape, initial, dtype, name=f"hvdplus_{name}")
         self._own.append(variable)
         return variable
 
@@ -162,8 +171,16 @@ class Exchanger:
 
     def _shared(self) -> list[Any]:
         """The optimizer's variables that must be equal on all ranks."""
+        return self.without_own(self.owner.variables)
+
+    def without_own(self, variables: Sequence[Any]) -> list[Any]:
+        """Return those that are not this rank's alone."""
         own = {id(variable) for variable in self._own}
-        return [variable for variable in self.owner.variables if id(variable) not in own]
+        return [variable for variable in variables if id(variable) not in own]
+
+    def without_added(self, variables: Sequence[Any]) -> list[Any]:
+        """Return those that the optimizer would have without an exchange."""
+        return [variable for variable in self.without_own(variables) if variable is not self._steps]
 
     # -- apply ------------------------------------------------------------------------------------------------
 
@@ -237,10 +254,19 @@ class Exchanger:
     def _exchange_and_update(self, values: list[Any], used: list[bool] | None, variables: list[Any]) -> None:
         assert self._exchange is not None
         count = len(self._plan.buckets)
-        means, due = self._exchange(values[:count], ops.convert_to_tensor(self._steps))
+        means, due = self._exchange(values[:count], ops.convert_to_tensor(self._steps), self._loss_scale())
         self._steps.assign_add(1)
         self._update(self._unpack(means, values[count:], used, variables), variables)
         self._look_after(due)
+
+    def _loss_scale(self) -> Any:
+        """Return by what a loss scaling has multiplied the gradients that come in; None where there is none."""
+        optimizer = self.owner
+        while optimizer is not None:
+            if getattr(optimizer, "dynamic_scale", None) is not None:
+                return ops.convert_to_tensor(optimizer.dynamic_scale)
+            optimizer = getattr(optimizer, "inner_optimizer", None)
+        return None
 
     def _update(self, grads: list[Any], variables: list[Any]) -> None:
         """Let the user's own optimizer act."""
@@ -408,7 +434,9 @@ class Exchanger:
         alike = [replace(p, name=_lasting(p.name)) for p in self._plan.parameters]
         kind = type(self.optimizer).__bases__[-1].__name__
         owner = f"{kind}, wrapped as number {self.scope}"
-        items = describe(replace(self._plan, parameters=tuple(alike)), self.strategy, owner, self._sums)
+        assert self._exchange is not None
+        plan = replace(self._plan, parameters=tuple(alike))
+        items = describe(plan, self.strategy, owner, self._sums, self._exchange.asks)
         self.session.watch.at(self.stats.steps, f"the agreement of optimizer {self.scope}")
         agree(items, self._gather, "all ranks must build the same model, optimizer and strategy in the same order")
 
@@ -474,7 +502,7 @@ class Exchanger:
         assert self._exchange is not None
         before = replace(self.stats)
         values = [ops.zeros((bucket.count,), bucket.dtype) for bucket in self._plan.buckets]
-        means, due = self._exchange(values, ops.convert_to_tensor(self._steps))
+        means, due = self._exchange(values, ops.convert_to_tensor(self._steps), self._loss_scale())
         if self._weight == 0:
             vars(self.stats).update(vars(before))
             return False
@@ -527,6 +555,13 @@ def _parameter(variable: Any) -> Parameter:
             f"{', '.join(_DTYPES)}."
         )
     return Parameter(_name(variable), tuple(variable.shape), dtype)
+
+
+def _described(variables: Sequence[Any]) -> list[Parameter]:
+    """Describe variables, each with a name of its own."""
+    described = [_parameter(variable) for variable in variables]
+    names = [parameter.name for parameter in described]
+    return [replace(p, name=f"{p.name}#{index}") if names.count(p.name) > 1 else p for index, p in enumerate(described)]
 
 
 def _used(grads: Sequence[Any]) -> list[bool]:

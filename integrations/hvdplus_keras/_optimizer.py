@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from hvdplus import autotune
+from hvdplus.arrays import NumPyArray
 from hvdplus.collectives import Collectives, LocalCollectives
 from hvdplus.errors import StrategyError
 from hvdplus.horovod_arguments import Average, strategy_of
@@ -80,6 +81,29 @@ class Attachment:
         """Give every rank the weights and optimizer state of one; all ranks call it together."""
         self._exchanger.broadcast(root_rank)
 
+    def residuals(self) -> dict[str, NumPyArray]:
+        """Return a copy of what this rank has not delivered yet, by variable, in the unit of true gradients."""
+        memory = self._exchanger.memory
+        return {} if memory is None else memory.residuals()
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of all this rank's residuals; 0 where codecs keep nothing."""
+        memory = self._exchanger.memory
+        return 0.0 if memory is None else memory.norm()
+
+    def clear_residuals(self) -> None:
+        """Forget what this rank has not delivered, as after weights were set by hand."""
+        if self._exchanger.memory is not None:
+            self._exchanger.memory.clear()
+
+    def consolidate(self) -> None:
+        """Give every rank the mean of all ranks' residuals, so that one of them may save for all.
+
+        All ranks call it together. Nothing that was to be delivered is lost; training goes on from the mean.
+        """
+        if self._exchanger.memory is not None:
+            self._exchanger.memory.consolidate()
+
     def join(self) -> None:
         """Say that this rank has no more data; it follows the others' updates until all have said so.
 
@@ -130,6 +154,20 @@ class Distributed:
         if of(self).adopted:
             _restore(self, of(self))
 
+    def save_own_variables(self, store: Any) -> None:
+        """Save the optimizer's variables by number as ever, and by names what was added to them."""
+        exchanger = of(self)
+        _save(exchanger.without_added(self.variables), store)  # type: ignore[attr-defined]
+        for key, value in ({} if exchanger.memory is None else exchanger.memory.saved()).items():
+            store[key] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load both; what codecs keep follows the rules of ``hvdplus.state.share``."""
+        exchanger = of(self)
+        _load(exchanger.without_added(self.variables), store, self)  # type: ignore[attr-defined]
+        if exchanger.memory is not None:
+            exchanger.memory.load({key: store[key] for key in store.keys()})  # noqa: SIM118 - a store is no dict
+
     def get_config(self) -> dict[str, Any]:
         """Return what ``from_config`` needs: the optimizer as it was, and the strategy."""
         exchanger = of(self)
@@ -157,11 +195,57 @@ def _restore(optimizer: Any, exchanger: Exchanger) -> None:
     if not exchanger.weights or exchanger.owner is not optimizer:
         return
     given, exchanger.weights = exchanger.weights, []
-    if [tuple(v.shape) for v in optimizer.variables] != [tuple(np.shape(w)) for w in given]:
+    with exchanger.backend.outside():  # assigned in the graph of a step, they would be so in every step
+        _set(optimizer, exchanger, given)
+
+
+def _set(optimizer: Any, exchanger: Exchanger, given: Sequence[NumPyArray]) -> None:
+    """Set all variables, or if what was added to them has changed, the optimizer's own."""
+    variables = list(optimizer.variables)
+    if _alike(variables, given):
+        _assign(variables, given)
+        if exchanger.memory is not None:
+            exchanger.memory.settle()
+        return
+    plain = exchanger.without_added(variables)
+    added = len(variables) - len(plain)
+    begin = next((i for i, v in enumerate(plain) if v is not variables[i]), len(plain))
+    rest = [*given[:begin], *given[len(given) - len(variables) + begin + added :]]
+    if not added or not _alike(plain, rest):
         log.warning("hvdplus: the saved optimizer has other variables than %s; it starts anew.", optimizer.name)
         return
-    for variable, value in zip(optimizer.variables, given, strict=True):
+    _assign(plain, rest)
+    log.warning(
+        "hvdplus: what codecs kept of %s was saved by another number of ranks or in another strategy, and starts anew; "
+        "a .keras file would carry it over.", optimizer.name,
+    )  # fmt: skip
+
+
+def _alike(variables: Sequence[Any], values: Sequence[Any]) -> bool:
+    return [tuple(v.shape) for v in variables] == [tuple(np.shape(value)) for value in values]
+
+
+def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+
+
+def _save(variables: Sequence[Any], store: Any) -> None:
+    """Save variables as Keras does."""
+    for index, variable in enumerate(variables):
+        store[str(index)] = variable.numpy()
+
+
+def _load(variables: Sequence[Any], store: Any, optimizer: Any) -> None:
+    """Load them, where there are as many."""
+    count = sum(key.isdigit() for key in store.keys())  # noqa: SIM118
+    if count != len(variables):
+        log.warning(
+            "hvdplus: the saved optimizer has %d variables, and %s has %d; it starts anew.",
+            count, optimizer.name, len(variables),
+        )  # fmt: skip
+        return
+    _assign(variables, [store[str(index)] for index in range(count)])
 
 
 def of(optimizer: Any) -> Exchanger:
@@ -344,6 +428,8 @@ _loss_scale_apply = _LossScale.apply
 _loss_scale_build = _LossScale.build
 _loss_scale_finalize = _LossScale.finalize_variable_values
 _loss_scale_set_weights = _LossScale.set_weights
+_loss_scale_save = _LossScale.save_own_variables
+_loss_scale_load = _LossScale.load_own_variables
 
 
 @functools.wraps(_loss_scale_apply)
@@ -376,6 +462,28 @@ def _set_weights(self: Any, weights: Sequence[Any]) -> None:
             _restore(self, exchanger)
 
 
+@functools.wraps(_loss_scale_save)
+def _save_own(self: Any, store: Any) -> None:
+    if find(self.inner_optimizer) is None:
+        _loss_scale_save(self, store)
+    else:  # the inner optimizer saves its own
+        _save(_outer(self), store)
+
+
+@functools.wraps(_loss_scale_load)
+def _load_own(self: Any, store: Any) -> None:
+    if find(self.inner_optimizer) is None:
+        _loss_scale_load(self, store)
+    else:
+        _load(_outer(self), store, self)
+
+
+def _outer(loss_scale: Any) -> list[Any]:
+    """Return the variables that are not the inner optimizer's."""
+    inner = {id(variable) for variable in loss_scale.inner_optimizer.variables}
+    return [variable for variable in loss_scale.variables if id(variable) not in inner]
+
+
 @functools.wraps(_loss_scale_finalize)
 def _finalize(self: Any, var_list: Sequence[Any]) -> None:
     exchanger = find(self.inner_optimizer)
@@ -390,6 +498,8 @@ def _finalize(self: Any, var_list: Sequence[Any]) -> None:
 _LossScale.apply = _apply
 _LossScale.build = _build
 _LossScale.set_weights = _set_weights
+_LossScale.save_own_variables = _save_own
+_LossScale.load_own_variables = _load_own
 _LossScale.finalize_variable_values = _finalize
 
 _class(keras.optimizers.Optimizer)  # registers the name, so that models can be loaded

@@ -19,6 +19,7 @@ from hvdplus.collectives import Collectives
 from hvdplus.errors import ExchangeError
 from hvdplus.plan import Bucket, Plan
 from hvdplus.reducer import SAMPLE_EVERY, Reducer, alarm
+from hvdplus.state import in_gradients
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus_tensorflow._arrays import Tensor, TensorFlowArrays
@@ -77,20 +78,36 @@ class TracedReducer(Reducer[Tensor]):
 
 
 class VariableCell(Cell[Tensor]):
-    """A cell in a variable, which may be a Keras one; what a step writes is settled in the graph of that step."""
+    """A cell in a variable, which may be a Keras one; what a step writes is settled in the graph of that step.
+
+    The variable is in the unit of true gradients. ``scale`` is by what the ones that are exchanged now are multiplied.
+    """
 
     def __init__(self, variable: Any) -> None:
         super().__init__(variable)
+        self.scale: Callable[[], Tensor | None] = lambda: None
 
     def read(self) -> Tensor:
         """Return the value the variable has at this place of the graph."""
-        return tf.convert_to_tensor(self._value)
+        value, scale = tf.convert_to_tensor(self._value), self.scale()
+        return value if scale is None else value * tf.cast(scale, value.dtype)
+
+    def _true(self, value: Tensor) -> Tensor:
+        scale = self.scale()
+        return value if scale is None else value / tf.cast(scale, value.dtype)
+
+    def commit(self) -> None:
+        """Assign what was written, outside of any step."""
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            self._value.assign(self._true(staged))
 
     def settle(self, keep: Tensor) -> None:
         """Assign what was written if ``keep`` is true."""
         staged, self._staged = self._staged, None
         if staged is not None:
-            tf.cond(keep, lambda: self._value.assign(staged), lambda: tf.convert_to_tensor(self._value))
+            kept = self._true(staged)
+            tf.cond(keep, lambda: self._value.assign(kept), lambda: tf.convert_to_tensor(self._value))
 
 
 def variable_cell(name: str, size: int, dtype: str) -> Cell[Tensor]:
@@ -122,8 +139,16 @@ class Exchange:
     ) -> None:
         self._plan, self._strategy, self._session, self._stats = plan, strategy, session, stats
         self._before, self._after = before, after
+        self._scale: Tensor | None = None  # of the exchange that is being traced
+
+        def cell(name: str, size: int, dtype: str) -> Cell[Tensor]:
+            made = new_cell(name, size, dtype)
+            if isinstance(made, VariableCell) and in_gradients(name):
+                made.scale = lambda: self._scale
+            return made
+
         arrays = TensorFlowArrays()
-        self._reducer = TracedReducer(plan, strategy, collectives, arrays, session.watch, scope, Stats(), new_cell)
+        self.reducer = TracedReducer(plan, strategy, collectives, arrays, session.watch, scope, Stats(), cell)
         self._costs: dict[int, Stats] = {}
         self._guard = Guard(session) if collectives.size > 1 and session.engine == "horovod" else None
         self._begin = 0.0
@@ -131,14 +156,20 @@ class Exchange:
         self._lossy = any(bucket.codec != "exact" for bucket in plan.buckets)
         self._run = tf.function(self._traced, autograph=False)
         with tf.init_scope():
-            self._reducer.prepare()
+            self.reducer.prepare()
+            self.asks = self.reducer.asks()
 
-    def __call__(self, values: list[Tensor], step: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the means and what ``after`` returned; ``step`` is the number of exchanges before this one."""
-        means, answer = self._run(list(values), tf.cast(step, tf.int64))
+    def __call__(self, values: list[Tensor], step: Tensor, scale: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """Return the means and what ``after`` returned.
+
+        ``step`` is the number of exchanges before this one, ``scale`` what a loss scaling has multiplied ``values`` by.
+        """
+        scale = None if scale is None else tf.convert_to_tensor(scale)  # a variable's value at this place
+        means, answer = self._run(list(values), tf.cast(step, tf.int64), scale)
         return list(means), answer
 
-    def _traced(self, values: list[Tensor], step: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _traced(self, values: list[Tensor], step: Tensor, scale: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        self._scale = scale
         form, factor = tf.numpy_function(self._enter, [step], [tf.int32, tf.float32])
         values = _as_list(
             tf.cond(tf.equal(factor, 1.0), lambda: values, lambda: [_times(value, factor) for value in values])
@@ -148,6 +179,7 @@ class Exchange:
         branches = {form: partial(self._form, form, values, step) for form in forms}
         *means, error = branches[forms[0]]() if len(forms) == 1 else tf.switch_case(form, branches)
         means = [tf.ensure_shape(m, [b.count]) for m, b in zip(means, self._plan.buckets, strict=True)]
+        self._scale = None
         tail = tf.cast(means[-1][self._plan.buckets[-1].flags_offset :], tf.float32)
         return means, tf.ensure_shape(tf.numpy_function(self._leave, [form, error, tail], tf.bool), [])
 
@@ -157,8 +189,8 @@ class Exchange:
         return [*lossy, _EXACT] if self._lossy and self._strategy.warmup_steps else lossy
 
     def _form(self, form: int, values: list[Tensor], step: Tensor) -> list[Tensor]:
-        means, error = self._reducer.trace(form, values, step)
-        self._costs[form] = self._reducer.stats
+        means, error = self.reducer.trace(form, values, step)
+        self._costs[form] = self.reducer.stats
         return [*means, error]
 
     # -- what Python does each time -----------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class _Sources:
     def _before(self) -> float:
         if not self.agreed:
             self.agreed = True
-            agree(describe(self.plan, self.strategy, "a gradient tape", False), self.session.gather)
+            agree(describe(self.plan, self.strategy, "a gradient tape", False, self.exchange.asks), self.session.gather)
         return 1.0
 
     def mean(self, grads: Sequence[Any]) -> list[Any]:

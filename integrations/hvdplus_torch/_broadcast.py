@@ -91,7 +91,7 @@ def optimizer_state_from(current: Session, optimizer: torch.optim.Optimizer, roo
     group = among or current.collectives
     if group.size == 1:
         return
-    state = optimizer.state_dict() if group.rank == root else {}
+    state = plain_state(optimizer) if group.rank == root else {}
     tensors: list[torch.Tensor] = []
     skeleton = object_from(current, _without_tensors(state, tensors), root, "optimizer", among)
     if group.rank != root:
@@ -100,6 +100,14 @@ def optimizer_state_from(current: Session, optimizer: torch.optim.Optimizer, roo
         broadcast(current, tensor, root, f"optimizer.{index}", among)
     if group.rank != root:
         _plain_load(optimizer)(_with_tensors(skeleton, iter(tensors)))
+    attached = getattr(optimizer, "hvdplus", None)
+    if attached is not None and attached._exchanger.collectives.label == group.label:
+        attached._exchanger.follow(root)
+
+
+def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state that the class itself knows of, which is to be equal on all ranks."""
+    return type(optimizer).state_dict(optimizer)
 
 
 def _plain_load(optimizer: torch.optim.Optimizer) -> Any:

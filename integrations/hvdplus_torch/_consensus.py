@@ -11,7 +11,7 @@ from hvdplus.agreement import agree, describe
 from hvdplus.collectives import AllReduce, Collectives
 from hvdplus.plan import Plan
 from hvdplus.strategy import Strategy
-from hvdplus_torch._broadcast import checksum, optimizer_state_from
+from hvdplus_torch._broadcast import checksum, optimizer_state_from, plain_state
 from hvdplus_torch._session import Session, broadcast
 
 log = logging.getLogger("hvdplus")
@@ -37,8 +37,8 @@ class Consensus:
     def _gather(self, payload: bytes) -> list[bytes]:
         return self._session.gather(payload, self._collectives)
 
-    def agree(self, plan: Plan, strategy: Strategy, sums: bool, step: int) -> None:
-        """Compare plan and strategy.
+    def agree(self, plan: Plan, strategy: Strategy, sums: bool, step: int, asks: list[str]) -> None:
+        """Compare plan and strategy, and what codecs of users ask for.
 
         Raises:
             ExchangeError: they differ; it names the first difference and the ranks.
@@ -46,14 +46,14 @@ class Consensus:
         owner = f"{type(self._optimizer).__name__}, wrapped as number {self._scope}"
         self._session.watch.at(step, f"the agreement of optimizer {self._scope}")
         hint = "all ranks must build the same model, optimizer and strategy in the same order"
-        agree(describe(plan, strategy, owner, sums), self._gather, hint)
+        agree(describe(plan, strategy, owner, sums, asks), self._gather, hint)
 
     def weights_differ(self) -> bool:
         """Compare parameters and optimizer state, the first time it is asked; False ever after."""
         if self.compared:
             return False
         self.compared = True
-        mine = checksum([self._params, self._optimizer.state_dict()])
+        mine = checksum([self._params, plain_state(self._optimizer)])
         if len(set(self._gather(str(mine).encode()))) == 1:
             return False
         log.warning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,13 @@ from hvdplus.reducer import Reducer, Window
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus_torch._arrays import TorchArrays
+from hvdplus_torch._broadcast import object_from
 from hvdplus_torch._consensus import Consensus
 from hvdplus_torch._hooks import Hooks, in_reentrant_checkpoint
 from hvdplus_torch._layout import NOTES, Layout, check_shape, lay_out
 from hvdplus_torch._scaler import ScalerGuard
 from hvdplus_torch._session import Session
+from hvdplus_torch._state import Memory
 
 log = logging.getLogger("hvdplus")
 
@@ -63,7 +65,9 @@ class Exchanger:
         self.updates, self.updated = 0, False
         self.loads = 0  # calls of load_state_dict()
         self._params: list[torch.nn.Parameter] = []
+        self._by_name: dict[str, torch.nn.Parameter] = {}
         self._names, self._sum_passes = names, sum_passes
+        self.memory = Memory(session, collectives, self._by_name)
         self.consensus = Consensus(optimizer, self._params, names, session, collectives, self.scope)
         self._scaler = ScalerGuard(optimizer)
         self._hooks = Hooks(self, early=strategy.accumulate > 1)
@@ -84,6 +88,8 @@ class Exchanger:
         self._unfinished = False  # a backward pass was opened and has not ended
         self._before: tuple[int, torch.Tensor] | None = None  # a mean before autograd adds to it
         self._thrown = 0  # micro-batches thrown away since the last update
+        self._unverified = True  # no update since the parameters were given
+        self._warned_of_parts = False
         self._warned = False
         self.adopt()
 
@@ -101,8 +107,10 @@ class Exchanger:
                             f"{tuple(p.shape)} that has a gradient of this rank alone; add it after step() or before "
                             f"backward()."
                         )
-                    check_shape(self._names.setdefault(id(p), f"group{g}.param{i}"), p)
+                    name = self._names.setdefault(id(p), f"group{g}.param{i}")
+                    check_shape(name, p)
                     self._params.append(p)
+                    self._by_name[name] = p
         if not self._alone:
             self._hooks.extend(self._params)
         self._built.clear()
@@ -150,6 +158,7 @@ class Exchanger:
     def _begin(self, index: int) -> None:
         """Begin with the first parameter that shows itself."""
         self._hooks.open()
+        self._scaler.listen()
         if self.window.length > 1 and in_reentrant_checkpoint():
             raise StrategyError(
                 f"accumulate={self.window.length} cannot count micro-batches under reentrant activation checkpointing; "
@@ -215,7 +224,13 @@ class Exchanger:
 
     def _prepare_to_send(self, factor: float) -> None:
         self._factor = 1.0 if self._sums else factor
+        self._follow_scale()
         self._missing = [len(bucket.members) for bucket in self._layout.plan.buckets]
+
+    def _follow_scale(self) -> None:
+        """Bring what codecs keep to the unit of the gradients that are to be sent."""
+        if self._layout.lossy:
+            self.memory.use_scale(self._scaler.scale())
 
     def _compare(self) -> None:
         """Make the comparisons that are due: plan and strategy when they are new, the weights before they first count.
@@ -225,7 +240,7 @@ class Exchanger:
         if not self._agreed:
             self._agreed = True
             plan, step = self._layout.plan, self.stats.steps
-            self.consensus.agree(plan, self.strategy, self._sums, step)
+            self.consensus.agree(plan, self.strategy, self._sums, step, self._reducer.asks())
 
     def _take(self, index: int, p: torch.nn.Parameter) -> None:
         """Move one gradient into its bucket."""
@@ -283,6 +298,9 @@ class Exchanger:
     def _send_rest(self) -> None:
         self._scaler.unblock()
         self._root_only = self.consensus.weights_differ()
+        if self._root_only:
+            self.follow(0)
+            self._follow_scale()
         if self._layout.plan.buckets:
             self._fill_in()
         while self._reducer.started < len(self._layout.buffers):
@@ -386,6 +404,7 @@ class Exchanger:
             while len(self._built) > _KEPT_LAYOUTS:
                 del self._built[next(iter(self._built))]
         self._current = self._built[flags]
+        self.memory.move(self._current.reducer)
         self._have += [False] * (len(self._params) - len(self._have))
         if before is not None and self.window.count:  # a half-filled window comes along
             for index, view in enumerate(before.layout.views):
@@ -415,6 +434,7 @@ class Exchanger:
         """Update if an update is due, else hold it back; return what ``base`` returned."""
         if self._alone:
             self.updated = True
+            self.updates += 1
             self.stats.steps += 1
             return base()
         if self._repeats():
@@ -440,7 +460,9 @@ class Exchanger:
         self.window.restart()
         self.updates += 1
         self._thrown = 0
-        if self.updates == 1 or (self._check_every and self.updates % self._check_every == 0):
+        self.memory.updated()
+        if self._unverified or (self._check_every and self.updates % self._check_every == 0):
+            self._unverified = False
             self.consensus.verify(self.stats.steps, self.updates)
 
     def synchronize(self) -> None:
@@ -497,6 +519,46 @@ class Exchanger:
         self._have = [False] * len(self._params)
         if self._current is not None:
             self._reducer.rollback()
+
+    # -- state_dict -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes into the optimizer's ``state_dict()``; no other rank is asked.
+
+        An exchange whose update has not been made will be made anew, so it is not counted.
+        """
+        if self.window.count % self.window.length and not self._warned_of_parts:
+            self._warned_of_parts = True
+            log.warning(
+                "rank %d: state_dict() came after micro-batch %d of accumulate=%d; a half-filled window is not in it.",
+                self.session.world.rank, self.window.count, self.window.length,
+            )  # fmt: skip
+        return self.memory.state_dict(self.stats.steps - self.window.full, self.updates)
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from a ``state_dict()``; from one of a plain optimizer (``None``) with nothing kept."""
+        self.loads += 1
+        self.discard()
+        self._load(saved)
+
+    @torch.no_grad()
+    def _load(self, saved: Mapping[str, Any] | None) -> None:
+        self.memory.load(saved)
+        self._unverified = True
+        if saved is not None:
+            self.stats.steps, self.updates = saved["exchanges"], saved["updates"]
+
+    def follow(self, root: int) -> None:
+        """Where ``root`` alone has loaded a state, load it too; all ranks call this together."""
+        counts = self.session.gather(f"{self.loads} {self.updates} {self.stats.steps}".encode(), self.collectives)
+        loads, updates, steps = map(int, counts[root].split())
+        if all(int(count.split()[0]) == loads for count in counts):
+            return
+        mine = self.memory.state_dict(steps, updates) if self.collectives.rank == root else None
+        saved = object_from(self.session, mine, root, f"{self.scope}.state", self.collectives)
+        if self.loads != loads:
+            self._load(saved)
+            self.loads = loads
 
     @torch.no_grad()
     def flush(self) -> bool:

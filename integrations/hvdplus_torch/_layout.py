@@ -29,8 +29,13 @@ class Layout:
         for bucket, buffer in zip(plan.buckets, self.buffers, strict=True):
             for member in bucket.members:
                 part = buffer[member.offset : member.offset + member.count]
-                self.views[member.index] = _shaped(part, params[member.index])
+                self.views[member.index] = shaped(part, params[member.index])
                 self.bucket_of[member.index] = bucket.index
+
+    @property
+    def lossy(self) -> bool:
+        """Whether there is a codec that may keep what it loses."""
+        return any(bucket.codec != "exact" for bucket in self.plan.buckets)
 
     @property
     def flags(self) -> torch.Tensor:
@@ -77,8 +82,7 @@ def describe(name: str, p: torch.nn.Parameter, place: str) -> Parameter:
         raise StrategyError(
             f"parameter {name!r} has dtype {dtype_name(p.dtype)}, which cannot be exchanged; allowed are {allowed}."
         )
-    layout = tuple(p.stride()) if _is_dense(p) else ()
-    return Parameter(name, tuple(p.shape), dtype_name(p.dtype), place, layout)
+    return Parameter(name, tuple(p.shape), dtype_name(p.dtype), place, strides(p))
 
 
 def lay_out(names: Sequence[str], params: Sequence[torch.nn.Parameter], strategy: Strategy) -> Layout:
@@ -102,8 +106,18 @@ def _is_dense(p: torch.Tensor) -> bool:
     return True
 
 
-def _shaped(part: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-    """View a part of a buffer as ``p``'s gradient, with ``p``'s own strides where they are dense."""
+def shaped(part: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """View flat numbers in ``p``'s shape, and with its own strides where they are dense."""
     if p.is_complex():
         part = torch.view_as_complex(part.view(-1, 2))
     return part.as_strided(p.shape, p.stride()) if _is_dense(p) else part.view(p.shape)
+
+
+def numbers(p: torch.Tensor) -> int:
+    """Return how many real numbers ``p`` has."""
+    return p.numel() * (2 if p.is_complex() else 1)
+
+
+def strides(p: torch.Tensor) -> tuple[int, ...]:
+    """Return how ``p`` lies in memory; nothing where it does not fill it, and its gradient is contiguous."""
+    return tuple(p.stride()) if _is_dense(p) else ()

@@ -22,6 +22,7 @@ from hvdplus_torch import _session
 from hvdplus_torch._broadcast import optimizer_state_from
 from hvdplus_torch._engines import HorovodCollectives
 from hvdplus_torch._exchanger import Exchanger
+from hvdplus_torch._state import KEY, check
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -59,7 +60,10 @@ class Attachment:
         return self._exchanger.ready
 
     def stats(self) -> dict[str, float | int | None]:
-        """Return totals since wrapping: steps, collectives, bytes, seconds, relative error."""
+        """Return totals since wrapping: collectives, bytes, seconds, relative error.
+
+        ``steps`` are the exchanges, those before a checkpoint that was loaded among them.
+        """
         return self._exchanger.stats.to_dict()
 
     def parameter_names(self) -> dict[torch.nn.Parameter, str]:
@@ -89,6 +93,26 @@ class Attachment:
         """
         exchanger = self._exchanger
         exchanger.consensus.verify(exchanger.stats.steps, exchanger.updates)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return a copy of what this rank has not delivered yet, by parameter name, in the unit of true gradients."""
+        return self._exchanger.memory.residuals()
+
+    def residual_norm(self) -> float:
+        """Return the Euclidean norm of all this rank's residuals; 0 where codecs keep nothing."""
+        return self._exchanger.memory.norm()
+
+    def clear_residuals(self) -> None:
+        """Forget what this rank has not delivered, as after weights were set by hand."""
+        self._exchanger.memory.clear()
+
+    def consolidate(self) -> None:
+        """Fetch all ranks' residuals, so that ``state_dict()`` holds them on every rank until the next update.
+
+        All ranks call it together, and one of them may then save for all. Each needs room in host memory for as many
+        copies of the model as there are ranks.
+        """
+        self._exchanger.memory.consolidate()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -169,8 +193,7 @@ def _wrap(
         strategy = Strategy.of(strategy, codec="exact", overrides={})
     order = next(_SCOPES)
     session.watch.at(0, f"the wrapping of optimizer {order}")
-    numbers = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    strategy = autotune.chosen(strategy, session, collectives, numbers)
+    strategy = autotune.chosen(strategy, session, collectives, _trained_numbers(optimizer))
     wire = session.watch.wait(collectives.own())
     exchanger = Exchanger(optimizer, names, strategy, session, collectives, wire, order, sum_passes)
     _replace_methods(optimizer, exchanger)
@@ -182,6 +205,11 @@ def _wrap(
                 _session.broadcast(session, tensor, 0, f"{exchanger.scope}.{name}", collectives)
         optimizer_state_from(session, optimizer, 0, collectives)
     return optimizer
+
+
+def _trained_numbers(optimizer: torch.optim.Optimizer) -> int:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return sum(p.numel() for p in params if p.requires_grad and not torch.nn.parameter.is_lazy(p))
 
 
 def _check_optimizer(optimizer: Any, strategy: Strategy) -> None:
@@ -252,7 +280,7 @@ def _replace_methods(optimizer: torch.optim.Optimizer, exchanger: Exchanger) -> 
     They are methods *of the optimizer*, because a learning-rate scheduler takes ``step.__func__`` and binds it anew.
     """
     base_step, base_zero = optimizer.step, optimizer.zero_grad
-    base_add, base_load = optimizer.add_param_group, optimizer.load_state_dict
+    base_add, base_load, base_state = optimizer.add_param_group, optimizer.load_state_dict, optimizer.state_dict
     reevaluates = _reevaluates(optimizer)
 
     @functools.wraps(base_step)
@@ -278,13 +306,17 @@ def _replace_methods(optimizer: torch.optim.Optimizer, exchanger: Exchanger) -> 
         base_add(param_group)
         exchanger.adopt()
 
-    @functools.wraps(base_load)
-    def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> None:
-        base_load(state_dict)
-        exchanger.loads += 1
-        exchanger.discard()
+    @functools.wraps(base_state)
+    def state_dict(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**base_state(*args, **kwargs), KEY: exchanger.state_dict()}
 
-    for method in (step, zero_grad, add_param_group, load_state_dict):
+    @functools.wraps(base_load)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        check(state_dict.get(KEY))
+        base_load(state_dict, *args, **kwargs)
+        exchanger.load_state_dict(state_dict.get(KEY))
+
+    for method in (step, zero_grad, add_param_group, state_dict, load_state_dict):
         setattr(optimizer, method.__name__, types.MethodType(method, optimizer))
     # Horovod's ritual around clipping; gradients are averaged when backward returns, so it rarely has work to do.
     optimizer.synchronize = exchanger.synchronize  # type: ignore[attr-defined]

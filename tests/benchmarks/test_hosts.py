@@ -18,7 +18,7 @@ server = socket.create_server(("0.0.0.0", 5000))
 print("ready", flush=True)
 print(server.accept()[0].recv(9).decode())
 """
-SEND = "import socket; socket.create_connection(('boxb', 5000), timeout=2).sendall(b'hello')"
+SEND = "import socket, sys; socket.create_connection(('boxb', 5000), timeout=float(sys.argv[1])).sendall(b'hello')"
 
 HOLD = """
 import sys, time
@@ -61,9 +61,9 @@ def test_a_link_that_is_down_carries_nothing_until_it_is_up_again():
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
         hosts.set_link(hosts[1], up=False)
-        assert "Error" in hosts.run(hosts[0], [sys.executable, "-c", SEND], timeout=20).stdout
+        assert "Error" in hosts.run(hosts[0], [sys.executable, "-c", SEND, "2"], timeout=20).stdout
         hosts.set_link(hosts[1], up=True)
-        assert hosts.run(hosts[0], [sys.executable, "-c", SEND], timeout=20).returncode == 0
+        assert hosts.run(hosts[0], [sys.executable, "-c", SEND, "20"], timeout=30).returncode == 0
         assert server.communicate(timeout=20)[0] == "hello\n"
 
 

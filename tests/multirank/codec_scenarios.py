@@ -1,10 +1,13 @@
 """What every codec must do on several ranks, through the PyTorch adapter; every function runs on every rank."""
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 import hvdplus
 import hvdplus.torch as hvd
+from hvdplus import codecs
+from hvdplus.collectives import AllGather, AllReduce
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -151,3 +154,24 @@ def scenario_auto_is_one_codec_on_all_ranks_and_trains():
         opt.zero_grad()
     assert_equal_everywhere(model)
     return codec
+
+
+@codecs.register("moody")
+class Moody:
+    """Rank 0 wants one thing, the others another: they would wait for each other for ever."""
+
+    def exchange(self, x, site):
+        if site.rank == 0:
+            return codecs.Outcome((yield AllReduce(x, scale=1 / site.size)))
+        everyone = yield AllGather(x)
+        return codecs.Outcome(everyone.mean(dim=0))
+
+
+def scenario_a_codec_whose_ranks_ask_for_different_things_is_an_error_on_all():
+    others = "rank 1 has" if SIZE == 2 else f"ranks {', '.join(map(str, range(1, SIZE)))} have"
+    with pytest.raises(hvdplus.ExchangeError) as caught:
+        wrapped("moody", feedback=False)
+    asks = "request 0: moody in bucket 1 (4.weight ... 0.weight) asks for {} of 9728 float32"
+    assert str(caught.value).startswith(
+        f"the ranks disagree: rank 0 has {asks.format('AllReduce')}, but {others} {asks.format('AllGather')}; all ranks"
+    ), str(caught.value)

@@ -225,6 +225,21 @@ def test_a_time_out_names_rank_step_and_what_and_asks_the_others(connected, monk
     assert watches[0].raised
 
 
+def test_the_others_are_asked_while_there_is_time(connected, monkeypatch):
+    """So the error comes when HVDPLUS_TIMEOUT is over, even where a rank does not answer."""
+    monkeypatch.setenv("HVDPLUS_TIMEOUT", "4")
+    watches = connected(2)
+
+    class OnceAsked(Never):
+        def done(self):
+            return bool(watches[0]._statuses)
+
+        def result(self):
+            return "in time"
+
+    assert watches[0].wait(OnceAsked()) == "in time"
+
+
 def test_a_time_out_without_a_line(monkeypatch):
     monkeypatch.setenv("HVDPLUS_TIMEOUT", "0.05")
     assert "no rank can be asked" in raised(Watch(1, 2).wait, Never())
