@@ -231,7 +231,7 @@ def _draw(axes: Any, name: str, members: list[Row]) -> None:
 
 
 def main() -> int:
-    """Run what is missing, one after the other, and report after each."""
+    """Run what is missing, one after the other, and report."""
     args = arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     common, failed = settings(args), []
