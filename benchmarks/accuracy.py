@@ -215,6 +215,13 @@ def plot(rows: list[Row], path: Path) -> None:
         _draw(axes, name, sorted(members, key=lambda row: row["bytes_a_step"]))
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set(xscale="log", xlabel="MB that a rank sends in a step", ylabel="validation loss above exact's, %")
+    axes.set_yscale("symlog", linthresh=1.0)  # straight up to 1 %
+    for set_formatter in (
+        axes.xaxis.set_major_formatter,
+        axes.xaxis.set_minor_formatter,
+        axes.yaxis.set_major_formatter,
+    ):
+        set_formatter("{x:g}")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
