@@ -62,6 +62,35 @@ class _Flying:
         return answer.view(self.shape)  # type: ignore[no-any-return]
 
 
+@dataclass
+class _Swapped:
+    """Two ranks' messages, gathered as a sum: each takes its own off. Whole numbers wrap without loss."""
+
+    handle: int
+    mine: torch.Tensor
+    rank: int
+
+    def done(self) -> bool:
+        """Poll Horovod's background thread."""
+        return bool(horovod().poll(self.handle))
+
+    def result(self) -> torch.Tensor:
+        """Wait, and tell the messages apart."""
+        other = _as_words(self.mine)
+        torch.sub(horovod().synchronize(self.handle), other, out=other)
+        rows = torch.empty((2, *self.mine.shape), dtype=self.mine.dtype)
+        rows[self.rank] = self.mine
+        rows[1 - self.rank] = other.view(torch.uint8)[: self.mine.nbytes].view(self.mine.dtype).view(self.mine.shape)
+        return rows
+
+
+def _as_words(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the memory of ``value`` as int32, zeros at the end."""
+    words = torch.zeros(-(-value.nbytes // 4), dtype=torch.int32)
+    words.view(torch.uint8)[: value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
+    return words
+
+
 class HorovodCollectives:
     """Horovod among the ranks of one process set. It matches collectives by name."""
 
@@ -71,6 +100,8 @@ class HorovodCollectives:
         self.rank: int = self._set.rank()
         self.size: int = self._set.size()
         self.label = f"set{self._set.process_set_id}"
+        # Gloo gathers in one direction after the other, and sums in both at once: in half the time.
+        self._swaps = self.size == 2 and not self._hvd.mpi_enabled()
 
     def own(self) -> Pending[HorovodCollectives]:
         """Return itself: names tell its users apart."""
@@ -86,6 +117,9 @@ class HorovodCollectives:
         shape = tuple(value.shape)
         if isinstance(request, AllReduce):
             handle = hvd.allreduce_async_(value, op=hvd.Sum, prescale_factor=request.scale, **options)
+        elif isinstance(request, AllGather) and self._swaps and not value.is_cuda and value.dim() and value.numel():
+            handle = hvd.allreduce_async_(_as_words(value), op=hvd.Sum, **options)
+            return _Swapped(handle, value, self.rank)
         elif isinstance(request, AllGather):
             handle, shape = hvd.allgather_async(value, **options), (self.size, *shape)
         elif isinstance(request, AllToAll):
