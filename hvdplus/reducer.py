@@ -196,23 +196,26 @@ class Reducer(Generic[A]):
         factor = float(self._collectives.size) if self._strategy.op == "sum" else 1.0
         return [o.mean if factor == 1.0 else self._arrays.scaled(o.mean, factor) for o in outcomes]
 
-    def prepare(self) -> None:
-        """Make all state cells now, in an exchange of zeros that no other rank sees, for who must know them early."""
-        for bucket, site, codec in zip(self.plan.buckets, self._sites, self._codecs, strict=True):
-            run_alone(codec.exchange(self._arrays.zeros(bucket.count, bucket.dtype), site), self._answered_alone)
-        self.rollback()
+    def prepare(self) -> list[str]:
+        """Make all state cells now, for who must know them early; return what ``asks`` returns."""
+        return self._rehearsed(self.plan.buckets)
 
     def asks(self) -> list[str]:
-        """Return what codecs of users ask for in an exchange of zeros that no other rank sees, a line for each request.
+        """Return what codecs of users ask for, a line for each request.
 
         Ranks that ask for different things would wait for each other for ever, so they compare these lines first.
         """
+        return self._rehearsed([bucket for bucket in self.plan.buckets if not codecs.is_ours(bucket.codec)])
+
+    def _rehearsed(self, buckets: Sequence[Bucket]) -> list[str]:
+        """Exchange zeros that no other rank sees; return what codecs of users asked for."""
         lines: list[str] = []
-        for bucket, site, codec in zip(self.plan.buckets, self._sites, self._codecs, strict=True):
-            if not codecs.is_ours(bucket.codec):
-                zeros = self._arrays.zeros(bucket.count, bucket.dtype)
-                run_alone(codec.exchange(zeros, site), partial(self._noted, f"{bucket.codec} in {bucket.label}", lines))
-                site.rollback()
+        for bucket in buckets:
+            site, zeros = self._sites[bucket.index], self._arrays.zeros(bucket.count, bucket.dtype)
+            noted: list[str] = [] if codecs.is_ours(bucket.codec) else lines
+            answer = partial(self._noted, f"{bucket.codec} in {bucket.label}", noted)
+            run_alone(self._codecs[bucket.index].exchange(zeros, site), answer)
+            site.rollback()
         return lines
 
     def _noted(self, who: str, lines: list[str], request: Request[A]) -> A:

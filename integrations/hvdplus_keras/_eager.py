@@ -63,8 +63,7 @@ class EagerExchange:
 
         arrays = TorchArrays(torch.get_default_device())
         self.reducer = _Resumed(plan, strategy, collectives, arrays, session.watch, scope, stats, cell)
-        self.reducer.prepare()
-        self.asks = self.reducer.asks()
+        self.asks = self.reducer.prepare()
 
     @torch.no_grad()
     def __call__(self, values: list[torch.Tensor], step: Any, scale: Any = None) -> tuple[list[torch.Tensor], bool]:

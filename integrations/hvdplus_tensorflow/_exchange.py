@@ -156,8 +156,7 @@ class Exchange:
         self._lossy = any(bucket.codec != "exact" for bucket in plan.buckets)
         self._run = tf.function(self._traced, autograph=False)
         with tf.init_scope():
-            self.reducer.prepare()
-            self.asks = self.reducer.asks()
+            self.asks = self.reducer.prepare()
 
     def __call__(self, values: list[Tensor], step: Tensor, scale: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """Return the means and what ``after`` returned.
