@@ -37,11 +37,6 @@ def available() -> bool:
     return numba is not None
 
 
-def bound(function: Callable[..., Any], **settings: Any) -> Callable[..., None]:
-    """Return ``function`` with its last arguments given."""
-    return functools.partial(function, **settings)
-
-
 def _compiled(function: F) -> F:
     if numba is None:
         return function

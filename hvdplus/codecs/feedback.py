@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from hvdplus.arrays import Arrays, Cell, Output
 from hvdplus.codecs.contract import Codec, Exchange, FeedbackCodec, Outcome, Site
 
 A = TypeVar("A")
@@ -33,5 +34,21 @@ class ErrorFeedback:
         sent = given if outcome.sent is None else outcome.sent
         lost = arrays.subtract(given, sent)
         kept = arrays.where_finite(lost, lost, residual.read())  # what was sent can overflow where the mean does not
-        residual.write(arrays.where_finite(outcome.mean, kept, residual.read()))
+        stage(residual, kept, outcome.mean, arrays)
         return Outcome(outcome.mean, sent)
+
+
+def kept_before(residual: Cell[A] | None, arrays: Arrays[A]) -> A:
+    """Return the residual's value, or nothing at all."""
+    return arrays.zeros(0, "float32") if residual is None else residual.read()
+
+
+def left_in(x: A, residual: Cell[A] | None, arrays: Arrays[A]) -> Output[A]:
+    """Return where a host function writes what is left of ``x``."""
+    return Output((arrays.count(x),), "float32", x if residual is None else residual.spare)
+
+
+def stage(residual: Cell[A] | None, lost: A, alarm: A, arrays: Arrays[A]) -> None:
+    """Write what was not sent into the residual, if there is one; where ``alarm`` is not finite, leave it as it was."""
+    if residual is not None:
+        residual.write(arrays.where_finite(alarm, lost, residual.read()))

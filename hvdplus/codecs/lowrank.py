@@ -10,13 +10,16 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from hvdplus.arrays import Arrays, Cell, NumPyArray, Output
+from hvdplus.arrays import Arrays, Cell, NumPyArray, NumPyArrays, Output
 from hvdplus.codecs.contract import Exchange, Outcome, Site
+from hvdplus.codecs.feedback import kept_before, left_in, stage
 from hvdplus.codecs.hashing import hashed
 from hvdplus.collectives import AllReduce
 from hvdplus.errors import StrategyError
 
 A = TypeVar("A")
+
+_NUMPY = NumPyArrays()
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,15 @@ class PowerSGD:
         right = yield AllReduce(mine, scale=share)
 
         state.write(arrays.where_finite(right, right, state.read()))
-        if residual is not None:
-            residual.write(arrays.where_finite(right, lost, residual.read()))
+        stage(residual, lost, right, arrays)
         return Outcome(self._mean(bases, right, x, shape, arrays), sent, right)
 
     def _left(self, x: A, residual: Cell[A] | None, starts: A, shape: Shape, arrays: Arrays[A]) -> tuple[A, A]:
         """Return ``x`` plus the residual, and that times the starts."""
         if arrays.hosts(x):
-            before = arrays.zeros(0, "float32") if residual is None else residual.read()
-            whole = Output((arrays.count(x),), "float32", x if residual is None else residual.spare)
-            outputs = [whole, Output((sum(map(prod, shape.heights)),))]
-            found, left = arrays.on_host(shape.project_left, [x, before, starts], outputs)
+            outputs = [left_in(x, residual, arrays), Output((sum(map(prod, shape.heights)),))]
+            inputs = [x, kept_before(residual, arrays), starts]
+            found, left = arrays.on_host(shape.project_left, inputs, outputs)
             return found, left
         whole_x = x if residual is None else arrays.add(x, residual.read())
         matrices = _cut(arrays.cast(whole_x, "float32"), shape.sizes, arrays)
@@ -162,15 +163,8 @@ class Shape:
             kernels.expand(p, q, m)
 
     def _views(self, *arrays: tuple[NumPyArray, Sequence[tuple[int, int]]]) -> Iterator[tuple[NumPyArray, ...]]:
-        """Cut flat arrays into matrices, and yield those that belong together."""
-        places = [0] * len(arrays)
-        for i in range(len(self.sizes)):
-            found = []
-            for k, (array, shapes) in enumerate(arrays):
-                end = places[k] + prod(shapes[i])
-                found.append(array[places[k] : end].reshape(shapes[i]))
-                places[k] = end
-            yield tuple(found)
+        """Cut flat arrays into matrices, and return those that belong together."""
+        return zip(*(_cut(array, shapes, _NUMPY) for array, shapes in arrays), strict=True)
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:

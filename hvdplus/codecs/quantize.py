@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from hvdplus.arrays import Arrays, Cell, Output
 from hvdplus.codecs.contract import Exchange, Outcome, Site
+from hvdplus.codecs.feedback import kept_before, left_in, stage
 from hvdplus.codecs.twophase import gathers, two_phase
 from hvdplus.collectives import AllGather
 from hvdplus.errors import StrategyError
@@ -98,9 +100,8 @@ class Quantizer:
             everyone = yield from two_phase(wire, lambda rows: self._recoded(rows, server, grid, site), site)
             mean, alarm = self._strung(everyone, count, grid, x, arrays)
             if server is not None:
-                server.write(arrays.where_finite(alarm, server.staged, server.read()))
-        if residual is not None:
-            residual.write(arrays.where_finite(alarm, lost, residual.read()))
+                stage(server, server.staged, alarm, arrays)
+        stage(residual, lost, alarm, arrays)
         return Outcome(mean, sent, alarm)
 
     # -- each step, on host memory in one pass and elsewhere by array operations ------------------------------
@@ -131,15 +132,12 @@ class Quantizer:
     ) -> tuple[A, A]:
         from hvdplus import kernels
 
-        encode = kernels.bound(
+        encode = functools.partial(
             kernels.encode_head,
             real=real, kind=self.kind, bits=self.bits, limit=self.limit, blocks=grid.blocks, length=grid.length,
         )  # fmt: skip
-        before = arrays.zeros(0, "float32") if residual is None else residual.read()
-        count = arrays.count(x)
-        shape = (rows, grid.row_bytes(self.bits))
-        into = x if residual is None else residual.spare
-        wire, lost = arrays.on_host(encode, [x, before], [Output(shape, "uint8"), Output((count,), "float32", into)])
+        outputs = [Output((rows, grid.row_bytes(self.bits)), "uint8"), left_in(x, residual, arrays)]
+        wire, lost = arrays.on_host(encode, [x, kept_before(residual, arrays)], outputs)
         return wire, lost
 
     def _recoded(self, rows: A, server: Cell[A] | None, grid: Grid, site: Site[A]) -> A:
@@ -170,7 +168,7 @@ class Quantizer:
     def _decoded_on_host(self, name: str, rows: A, count: int, grid: Grid, x: A, arrays: Arrays[A]) -> tuple[A, A]:
         from hvdplus import kernels
 
-        decode = kernels.bound(
+        decode = functools.partial(
             getattr(kernels, name),
             bits=self.bits, zero=self.zero, limit=self._top, blocks=grid.blocks, length=grid.length,
         )  # fmt: skip

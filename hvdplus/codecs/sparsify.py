@@ -13,6 +13,7 @@ import numpy as np
 
 from hvdplus.arrays import Arrays, Cell, NumPyArray, Output
 from hvdplus.codecs.contract import Exchange, Outcome, Site
+from hvdplus.codecs.feedback import kept_before, left_in, stage
 from hvdplus.codecs.hashing import hashed
 from hvdplus.collectives import AllGather, AllReduce
 from hvdplus.errors import StrategyError
@@ -67,8 +68,7 @@ class TopK(Sparse):
         sent = self._sent(message, x, site.arrays) if site.keep_sent else None
         everyone = yield AllGather(message)
         mean, alarm = self._mean(everyone, x, site)
-        if residual is not None:
-            residual.write(site.arrays.where_finite(alarm, lost, residual.read()))
+        stage(residual, lost, alarm, site.arrays)
         return Outcome(mean, sent, alarm)
 
     def _encoded(self, x: A, residual: Cell[A] | None, arrays: Arrays[A]) -> tuple[A, A]:
@@ -77,9 +77,9 @@ class TopK(Sparse):
         if arrays.hosts(x):
             from hvdplus import kernels
 
-            encode = kernels.bound(kernels.encode_largest, kept=k)
+            encode = functools.partial(kernels.encode_largest, kept=k)
             outputs = [Output((k * (_VALUE_BYTES + _INDEX_BYTES),), "uint8"), left_in(x, residual, arrays)]
-            message, lost = arrays.on_host(encode, [x, read(residual, arrays)], outputs)
+            message, lost = arrays.on_host(encode, [x, kept_before(residual, arrays)], outputs)
             return message, lost
         whole = x if residual is None else arrays.add(x, residual.read())
         numbers = arrays.cast(whole, "float32")
@@ -152,8 +152,7 @@ class RandomK(Sparse):
         sent = self._spread(message, places, x, arrays)[0] if site.keep_sent else None
         total = yield AllReduce(message, scale=1.0 / site.size)
         mean, alarm = self._spread(total, places, x, arrays, given_up=True)
-        if residual is not None:
-            residual.write(arrays.where_finite(alarm, lost, residual.read()))
+        stage(residual, lost, alarm, arrays)
         return Outcome(mean, sent, alarm)
 
     def _encoded(
@@ -169,9 +168,9 @@ class RandomK(Sparse):
             from hvdplus import kernels
 
             outputs = [Output((k + 1,)), left_in(x, residual, arrays), Output((k,), "int32")]
-            inputs: list[A | int] = [x, read(residual, arrays), site.step]
+            inputs: list[A | int] = [x, kept_before(residual, arrays), site.step]
             message, lost, drawn_places = arrays.on_host(
-                kernels.bound(kernels.encode_drawn, draw=draw), inputs, outputs
+                functools.partial(kernels.encode_drawn, draw=draw), inputs, outputs
             )
             return message, lost, drawn_places
         whole = x if residual is None else arrays.add(x, residual.read())
@@ -193,16 +192,6 @@ class RandomK(Sparse):
         ground = arrays.add(arrays.zeros(count, "float32"), arrays.part(message, k, k + 1))
         spread = arrays.added_at(ground, places, arrays.head(message, k))
         return arrays.cast(spread, arrays.dtype(x)), arrays.scaled(message, 0.0)
-
-
-def read(residual: Cell[A] | None, arrays: Arrays[A]) -> A:
-    """Return the residual's value, or nothing at all."""
-    return arrays.zeros(0, "float32") if residual is None else residual.read()
-
-
-def left_in(x: A, residual: Cell[A] | None, arrays: Arrays[A]) -> Output[A]:
-    """Return where a host function writes what is left of ``x``."""
-    return Output((arrays.count(x),), "float32", x if residual is None else residual.spare)
 
 
 def without(whole: A, places: A, values: A, residual: Cell[A] | None, arrays: Arrays[A]) -> A:

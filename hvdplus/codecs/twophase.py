@@ -7,6 +7,7 @@ ranks send each other everything: as many bytes, one round less, and nothing is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
@@ -67,7 +68,7 @@ def _bits(x: A, dtype: str, factor: float, arrays: Arrays[A]) -> A:
         return arrays.to_bits(arrays.scaled(x, factor) if factor != 1.0 else x, dtype)
     from hvdplus import kernels
 
-    to_halves = kernels.bound(kernels.to_halves, factor=factor, brain=dtype == "bfloat16")
+    to_halves = functools.partial(kernels.to_halves, factor=factor, brain=dtype == "bfloat16")
     (bits,) = arrays.on_host(to_halves, [x], [Output((arrays.count(x),), "int16")])
     return bits
 
@@ -80,6 +81,6 @@ def _numbers(rows: A, dtype: str, factor: float, x: A, arrays: Arrays[A]) -> A:
         return arrays.cast(total, arrays.dtype(x))
     from hvdplus import kernels
 
-    mean_of_halves = kernels.bound(kernels.mean_of_halves, factor=factor, brain=dtype == "bfloat16")
+    mean_of_halves = functools.partial(kernels.mean_of_halves, factor=factor, brain=dtype == "bfloat16")
     (mean,) = arrays.on_host(mean_of_halves, [rows], [Output((arrays.count(x),), "float32", x)])
     return mean
