@@ -16,7 +16,7 @@ import numpy as np
 from hvdplus import codecs
 from hvdplus.arrays import NumPyArray
 from hvdplus.codecs.auto import Auto
-from hvdplus.collectives import AllGather, AllReduce, Collectives, Pending, Ready, Request
+from hvdplus.collectives import AllGather, AllReduce, Collectives, Mapped, Pending, Ready, Request
 from hvdplus.plan import Parameter, plan
 from hvdplus.reducer import Reducer
 from hvdplus.session import Framework, Session
@@ -217,24 +217,6 @@ class _Ranks:
         return max(float(text) for text in self._session.gather(repr(seconds).encode(), self._collectives))
 
 
-@dataclass
-class _Read:
-    """A framework's answer, to be read as a NumPy array."""
-
-    inner: Pending[Any]
-    read: Callable[[Any], NumPyArray]
-
-    @property
-    def moves_when_asked(self) -> bool:
-        return getattr(self.inner, "moves_when_asked", False)
-
-    def done(self) -> bool:
-        return self.inner.done()
-
-    def result(self) -> NumPyArray:
-        return self.read(self.inner.result())
-
-
 class _Lent:
     """A framework's collectives for NumPy arrays."""
 
@@ -250,7 +232,7 @@ class _Lent:
 
     def start(self, request: Request[NumPyArray], name: str) -> Pending[NumPyArray]:
         lent: Request[Any] = replace(request, value=self._framework.lend(request.value))
-        return _Read(self._inner.start(lent, name), self._framework.read)
+        return Mapped(self._inner.start(lent, name), self._framework.read)
 
 
 class _Echo:

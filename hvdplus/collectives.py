@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -99,6 +100,27 @@ class Ready(Generic[A]):
     def result(self) -> A:
         """Return the answer."""
         return self.value
+
+
+@dataclass(frozen=True)
+class Mapped(Generic[A]):
+    """A request on its way whose answer is to become something else."""
+
+    inner: Pending[Any]
+    convert: Callable[[Any], A]
+
+    @property
+    def moves_when_asked(self) -> bool:
+        """Ask the request itself."""
+        return getattr(self.inner, "moves_when_asked", False)
+
+    def done(self) -> bool:
+        """Ask the request itself."""
+        return self.inner.done()
+
+    def result(self) -> A:
+        """Wait, and convert the answer."""
+        return self.convert(self.inner.result())
 
 
 class LocalCollectives:

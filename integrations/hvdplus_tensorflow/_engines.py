@@ -18,6 +18,7 @@ from hvdplus.collectives import (
     AllToAll,
     Broadcast,
     Collectives,
+    Mapped,
     Pending,
     Ready,
     ReduceScatter,
@@ -99,21 +100,6 @@ class HorovodCollectives:
 
 
 @dataclass
-class _Lent:
-    """A host engine's answer, to become a tensor."""
-
-    inner: Pending[NumPyArray]
-
-    def done(self) -> bool:
-        """Ask the host engine."""
-        return self.inner.done()
-
-    def result(self) -> Tensor:
-        """Wait."""
-        return tf.convert_to_tensor(self.inner.result())
-
-
-@dataclass
 class _Posted:
     """A request that a graph posts when it runs; ``claim`` puts the wait for its answer into the graph."""
 
@@ -153,7 +139,7 @@ class HostBridge:
     def start(self, request: Request[Tensor], name: str) -> Pending[Tensor]:
         """Post ``request`` now, or when the graph runs."""
         if tf.executing_eagerly():
-            return _Lent(self._post(request, name, request.value.numpy()))
+            return Mapped(self._post(request, name, request.value.numpy()), tf.convert_to_tensor)
 
         def post(value: NumPyArray) -> int:
             ticket = next(self._tickets)

@@ -13,6 +13,7 @@ from hvdplus.collectives import (
     AllToAll,
     Broadcast,
     Collectives,
+    Mapped,
     Pending,
     Ready,
     Request,
@@ -136,42 +137,6 @@ class HorovodCollectives:
         return int(ranks[root]) if ranks else root
 
 
-@dataclass
-class _Lent:
-    """A host engine's answer, to become a tensor on ``device``."""
-
-    inner: Pending[Any]
-    device: torch.device
-
-    @property
-    def moves_when_asked(self) -> bool:
-        """Ask the host engine."""
-        return getattr(self.inner, "moves_when_asked", False)
-
-    def done(self) -> bool:
-        """Ask the host engine."""
-        return self.inner.done()
-
-    def result(self) -> torch.Tensor:
-        """Wait, and wrap the array without a copy where the tensor lives on the host."""
-        return torch.from_numpy(self.inner.result()).to(self.device)
-
-
-@dataclass
-class _Bridged:
-    """A host engine on its way."""
-
-    inner: Pending[Collectives[Any]]
-
-    def done(self) -> bool:
-        """Ask the host engine."""
-        return self.inner.done()
-
-    def result(self) -> HostBridge:
-        """Wait, and build the bridge."""
-        return HostBridge(self.inner.result())
-
-
 class HostBridge:
     """A host engine for tensors: CPU tensors lend their memory, device tensors are copied."""
 
@@ -181,7 +146,7 @@ class HostBridge:
 
     def own(self) -> Pending[HostBridge]:
         """Ask the host engine."""
-        return _Bridged(self.inner.own())
+        return Mapped(self.inner.own(), HostBridge)
 
     def sums(self, value: torch.Tensor, dtype: str) -> bool:
         """Ask the host engine."""
@@ -192,4 +157,4 @@ class HostBridge:
         value = request.value.detach().contiguous()
         host = value.cpu().numpy()
         lent: Request[Any] = replace(request, value=host)  # type: ignore[arg-type]
-        return _Lent(self.inner.start(lent, name), value.device)
+        return Mapped(self.inner.start(lent, name), lambda array: torch.from_numpy(array).to(value.device))
