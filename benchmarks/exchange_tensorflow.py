@@ -8,9 +8,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 from gradients import WORK, Gradients
-from protocol import serve
-
-import hvdplus.tensorflow as hvd
+from protocol import GROUP, serve
 
 SAMPLE = 4
 Tensors = Sequence[Any]
@@ -71,6 +69,8 @@ def tape_of(name: str) -> Callable[[Any], Any]:
     """Return what makes a contender's distributed tape."""
     library, _, codec = name.split("/", 2)
     if library == "hvdplus-tf":
+        import hvdplus.tensorflow as hvd
+
         return lambda plain: hvd.DistributedGradientTape(plain, strategy=codec)
     import horovod.tensorflow as stock
 
@@ -100,6 +100,10 @@ class Contenders:
 def main() -> None:
     """Join, then serve the driver."""
     tf.config.threading.set_intra_op_parallelism_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if os.environ[GROUP].startswith("stock"):
+        import horovod.tensorflow as hvd
+    else:
+        import hvdplus.tensorflow as hvd
     hvd.init()
     serve(hvd.rank(), hvd.size(), Contenders(hvd.rank()))
 

@@ -144,8 +144,10 @@ def join(group: str) -> tuple[int, int]:
     if group == "ddp":
         distributed.init_process_group("gloo")
         return distributed.get_rank(), distributed.get_world_size()
-    import hvdplus.torch as hvd
-
+    if group.startswith("stock"):
+        import horovod.torch as hvd
+    else:
+        import hvdplus.torch as hvd
     hvd.init()
     return hvd.rank(), hvd.size()
 
