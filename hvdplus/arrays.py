@@ -60,7 +60,10 @@ class Cell(Generic[A]):
 
 @dataclass(frozen=True)
 class Output(Generic[A]):
-    """An array that a host function writes: its shape, its dtype, and one whose memory may be taken for it."""
+    """An array that a host function writes: its shape, its dtype, and one whose memory may be taken for it.
+
+    Where that one lies in pieces it is taken for sure.
+    """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -114,7 +117,7 @@ class Arrays(Protocol[A]):
         """``x`` padded with zeros at the end and cut into ``count`` equal rows."""
 
     def flat(self, x: A) -> A:
-        """Rows behind one another in one dimension."""
+        """Rows, or pieces, behind one another in one dimension."""
 
     def head(self, x: A, count: int) -> A:
         """The first ``count`` elements."""
@@ -180,7 +183,11 @@ class Arrays(Protocol[A]):
         """The mean of every row, as a column; added in float64, so that frameworks round alike."""
 
     def packed(self, codes: A, bits: int) -> A:
-        """Codes (uint8, below ``2**bits``) of 1, 2, 4 or 8 bits, packed into bytes, the first one lowest."""
+        """Codes (uint8, below ``2**bits``) of 1, 2, 4 or 8 bits, packed into bytes row by row.
+
+        A row's ``m`` bytes hold its first ``m`` codes in their lowest bits, the next ``m`` above those, and so on: in
+        such planes codes are packed and unpacked without moving any of them along the row.
+        """
 
     def unpacked(self, x: A, bits: int) -> A:
         """Undo ``packed``."""
@@ -215,7 +222,8 @@ class Arrays(Protocol[A]):
     def on_host(self, function: HostFunction, inputs: Sequence[A | int], outputs: Sequence[Output[A]]) -> list[A]:
         """Have ``function`` read the inputs and write the outputs, as NumPy arrays in the arrays' own memory.
 
-        Only where ``hosts`` says so. An output may share its memory with an input, which is then given up.
+        It gets a list of them for what lies in pieces. Only where ``hosts`` says so. An output may share its memory
+        with an input, which is then given up.
         """
 
     def hosts(self, x: A) -> bool:
@@ -401,15 +409,16 @@ class NumPyArrays:
 
     def packed(self, codes: NumPyArray, bits: int) -> NumPyArray:
         """Codes packed into bytes."""
-        each = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        joined: NumPyArray = np.bitwise_or.reduce(each << shifts, axis=-1)
+        planes = codes.reshape(*codes.shape[:-1], 8 // bits, -1)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        joined: NumPyArray = np.bitwise_or.reduce(planes << shifts, axis=-2)
         return joined
 
     def unpacked(self, x: NumPyArray, bits: int) -> NumPyArray:
         """Bytes taken apart into codes."""
-        each: NumPyArray = x[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & np.uint8(2**bits - 1)
-        return each.reshape(*x.shape[:-1], -1)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        planes: NumPyArray = x[..., None, :] >> shifts & np.uint8(2**bits - 1)
+        return planes.reshape(*x.shape[:-1], -1)
 
     def uniform(self, size: int, seed: int, step: int) -> NumPyArray:
         """Numbers in [0, 1)."""

@@ -136,18 +136,29 @@ class Reducer(Generic[A]):
             feedback=self._strategy.feedback is not False,
         )
 
+    @staticmethod
+    def reads_pieces(bucket: Bucket, strategy: Strategy) -> bool:
+        """Whether a bucket may be given in pieces, if its arrays are ones that ``Arrays.hosts``."""
+        codec = _with_feedback(codecs.make(bucket.codec), strategy.feedback)
+        return strategy.op != "sum" and codecs.reads_pieces(codec)
+
     @property
     def started(self) -> int:
         """How many buckets are on their way."""
         return len(self._flights)
 
     def start(self, value: A) -> None:
-        """Send the next bucket of the plan; ``value`` (shape ``(bucket.count,)``) is given up until ``finish``."""
+        """Send the next bucket of the plan; ``value`` (shape ``(bucket.count,)``) is given up until ``finish``.
+
+        Where ``reads_pieces`` says so it may lie in pieces; the mean is then left in them if it can be.
+        """
         bucket = self.plan.buckets[len(self._flights)]
         site = self._sites[bucket.index]
         codec, sample = self._choose(bucket, site)
         site.keep_sent = sample and not isinstance(codec, ErrorFeedback)
         begin = time.perf_counter()
+        if sample or not codecs.reads_pieces(codec):
+            value = self._arrays.flat(value)
         given = self._arrays.copy(value) if site.keep_sent else None
         size = self._arrays.norm(value) if sample else None
         flight = _Flight(bucket, None, given, size, codec.exchange(value, site))

@@ -2,7 +2,7 @@
 
 from hvdplus.codecs.auto import Auto
 from hvdplus.codecs.cast import Cast
-from hvdplus.codecs.contract import Codec, Exchange, Outcome, Site
+from hvdplus.codecs.contract import Codec, Exchange, Outcome, Site, reads_pieces
 from hvdplus.codecs.exact import Exact
 from hvdplus.codecs.feedback import ErrorFeedback
 from hvdplus.codecs.registry import is_ours, known, limit, make, register, serves
@@ -21,6 +21,7 @@ __all__ = [
     "known",
     "limit",
     "make",
+    "reads_pieces",
     "register",
     "serves",
     "two_phase",

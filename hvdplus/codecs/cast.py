@@ -25,6 +25,10 @@ class Cast:
     dtype: str
     lossy = False  # rounding to nearest loses 11 (fp16) or 8 (bf16) bits down: feedback rarely pays
 
+    def reads_pieces(self, feedback: bool) -> bool:
+        """Whether there is no residual, which would need more than host functions."""
+        return not feedback
+
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks in ``dtype``."""
         arrays, full = site.arrays, site.arrays.dtype(x)
@@ -32,7 +36,7 @@ class Cast:
             return (yield from Exact().exchange(x, site))
         if not site.collectives.sums(x, self.dtype):
             return (yield from averaged_cast(x, self.dtype, site, divide=self.dtype == "float16"))
-        wire = arrays.cast(arrays.scaled(x, 1.0 / site.size), self.dtype)
+        wire = arrays.cast(arrays.scaled(arrays.flat(x), 1.0 / site.size), self.dtype)
         sent = arrays.scaled(arrays.cast(wire, full), site.size) if site.keep_sent else None
         total = yield AllReduce(wire)
         return Outcome(arrays.cast(total, full), sent)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from hvdplus.collectives import AllReduce
 from hvdplus.errors import StrategyError
 
 A = TypeVar("A")
+
+Numbers: TypeAlias = NumPyArray | Sequence[NumPyArray]
 
 _NUMPY = NumPyArrays()
 
@@ -39,6 +41,10 @@ class PowerSGD:
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
             raise StrategyError(f"rank={self.rank!r} must be a whole number of at least 1, such as 4.")
+
+    def reads_pieces(self, feedback: bool) -> bool:
+        """Whether the residual, into which what is lost is written, is there."""
+        return feedback
 
     def serves(self, shape: Sequence[int]) -> bool:
         """Whether an array of this shape is a matrix that has a lower rank's worth to save; else it travels exact.
@@ -136,13 +142,13 @@ class Shape:
         return [(self.rank, columns) for _, columns in self.sizes]
 
     def project_left(
-        self, x: NumPyArray, residual: NumPyArray, starts: NumPyArray, whole: NumPyArray, left: NumPyArray
+        self, x: Numbers, residual: NumPyArray, starts: NumPyArray, whole: NumPyArray, left: NumPyArray
     ) -> None:
         """Write ``x`` plus the residual, and that times the starts."""
         from hvdplus import kernels
 
         before = (residual, self.sizes if residual.size else [(0, columns) for _, columns in self.sizes])
-        given = (x, self.sizes), before, (starts, self.widths)
+        given: list[tuple[Numbers, Sequence[tuple[int, int]]]] = [(x, self.sizes), before, (starts, self.widths)]
         for views in self._views(*given, (whole, self.sizes), (left, self.heights)):
             kernels.project_left(*views)
 
@@ -155,16 +161,22 @@ class Shape:
         for p, w, q in self._views((bases, self.heights), (lost, self.sizes), (right, self.widths)):
             kernels.project_right(p, w, q)
 
-    def expand(self, bases: NumPyArray, right: NumPyArray, mean: NumPyArray) -> None:
+    def expand(self, bases: NumPyArray, right: NumPyArray, mean: Numbers) -> None:
         """Write the products."""
         from hvdplus import kernels
 
         for p, q, m in self._views((bases, self.heights), (right, self.widths), (mean, self.sizes)):
             kernels.expand(p, q, m)
 
-    def _views(self, *arrays: tuple[NumPyArray, Sequence[tuple[int, int]]]) -> Iterator[tuple[NumPyArray, ...]]:
-        """Cut flat arrays into matrices, and return those that belong together."""
-        return zip(*(_cut(array, shapes, _NUMPY) for array, shapes in arrays), strict=True)
+    def _views(self, *arrays: tuple[Numbers, Sequence[tuple[int, int]]]) -> Iterator[tuple[NumPyArray, ...]]:
+        """Cut flat arrays into matrices, which pieces are already, and return those that belong together."""
+        return zip(
+            *(
+                _cut(x, shapes, _NUMPY) if isinstance(x, np.ndarray) else map(np.reshape, x, shapes)
+                for x, shapes in arrays
+            ),
+            strict=True,
+        )
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:

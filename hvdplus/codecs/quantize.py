@@ -82,6 +82,10 @@ class Quantizer:
             multiple = f" and a multiple of {unit}, the numbers in a byte" if unit > 1 else ""
             raise StrategyError(f"block={self.block!r} must be a whole number of at least {unit}{multiple}.")
 
+    def reads_pieces(self, feedback: bool) -> bool:
+        """Whether the residual, into which what is lost is written, is there."""
+        return feedback
+
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks."""
         return self.with_feedback(x, None, site)
@@ -153,7 +157,7 @@ class Quantizer:
     def _averaged(self, rows: A, count: int, grid: Grid, x: A, arrays: Arrays[A]) -> tuple[A, A]:
         """Return the mean of encoded rows, in ``x``'s dtype and perhaps its memory, and whether all is finite."""
         if self._fused(x, arrays):
-            return self._decoded_on_host("decode", rows, count, grid, x, arrays)
+            return self._decoded_on_host("decode_mean", rows, count, grid, x, arrays)
         share = 1.0 / (arrays.count(rows) // grid.row_bytes(self.bits))
         mean = arrays.sum_rows(arrays.shaped(self._decoded(rows, grid, arrays, share), (-1, grid.chunk)))
         return arrays.cast(arrays.head(mean, count), arrays.dtype(x)), self._alarm(rows, grid, arrays)
@@ -195,15 +199,15 @@ class Quantizer:
         arrays = site.arrays
         rows = arrays.count(numbers) // grid.chunk
         scales, codes = self.quantized(arrays.shaped(numbers, (-1, grid.length)), real, site, phase)
-        parts = [arrays.packed(codes, self.bits), arrays.to_bytes(scales)]
+        parts = [arrays.packed(arrays.shaped(codes, (rows, -1)), self.bits), arrays.to_bytes(scales)]
         return arrays.joined([arrays.shaped(part, (rows, -1)) for part in parts])
 
     def _decoded(self, rows: A, grid: Grid, arrays: Arrays[A], share: float = 1.0) -> A:
         """Turn rows of bytes into rows of numbers times ``share``."""
         width = grid.chunk * self.bits // 8
-        codes = arrays.shaped(arrays.part(rows, 0, width), (-1, grid.length * self.bits // 8))
+        codes = arrays.shaped(arrays.unpacked(arrays.part(rows, 0, width), self.bits), (-1, grid.length))
         scales = arrays.scaled(self._scales_of(rows, grid, arrays), share)
-        numbers = arrays.times(self._levels(arrays.unpacked(codes, self.bits), arrays), scales)
+        numbers = arrays.times(self._levels(codes, arrays), scales)
         return arrays.shaped(numbers, (-1, grid.chunk))
 
     def _scales_of(self, rows: A, grid: Grid, arrays: Arrays[A]) -> A:
@@ -236,6 +240,10 @@ class Whole(Quantizer):
         super().__post_init__()
         if self.rounding not in ("nearest", "stochastic"):
             raise StrategyError(f"rounding={self.rounding!r} must be 'nearest' or 'stochastic'.")
+
+    def reads_pieces(self, feedback: bool) -> bool:
+        """Whether the residual is there, and a loop that rounds."""
+        return feedback and self.rounding == "nearest"
 
     def _fused(self, x: A, arrays: Arrays[A]) -> bool:
         return self.rounding == "nearest" and super()._fused(x, arrays)

@@ -39,6 +39,10 @@ class Sparse:
                 f"ratio={self.ratio!r} must be above 0 and at most 1, such as 0.01 for one in a hundred."
             )
 
+    def reads_pieces(self, feedback: bool) -> bool:
+        """Whether the residual, into which what is lost is written, is there."""
+        return feedback
+
     def kept(self, count: int) -> int:
         """How many of ``count`` numbers travel; the same on all ranks.
 

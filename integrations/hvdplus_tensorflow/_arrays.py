@@ -166,19 +166,16 @@ class TensorFlowArrays:
 
     def packed(self, codes: Tensor, bits: int) -> Tensor:
         """Codes packed into bytes."""
-        each = 8 // bits
-        joined = codes[..., ::each]
-        for i in range(1, each):
-            shift = tf.constant(bits * i, tf.uint8)
-            joined = tf.bitwise.bitwise_or(joined, tf.bitwise.left_shift(codes[..., i::each], shift))
+        joined, *planes = tf.split(codes, 8 // bits, axis=-1)
+        for i, plane in enumerate(planes, start=1):
+            joined = tf.bitwise.bitwise_or(joined, tf.bitwise.left_shift(plane, tf.constant(bits * i, tf.uint8)))
         return joined
 
     def unpacked(self, x: Tensor, bits: int) -> Tensor:
         """Bytes taken apart into codes."""
-        shifts = tf.range(0, 8, bits)
-        each = tf.bitwise.right_shift(x[..., None], tf.cast(shifts, tf.uint8))
-        codes = tf.bitwise.bitwise_and(each, tf.constant(2**bits - 1, tf.uint8))
-        return tf.reshape(codes, [*x.shape[:-1], x.shape[-1] * (8 // bits)])
+        shifts = [tf.constant(shift, tf.uint8) for shift in range(0, 8, bits)]
+        planes = tf.concat([tf.bitwise.right_shift(x, shift) for shift in shifts], axis=-1)
+        return tf.bitwise.bitwise_and(planes, tf.constant(2**bits - 1, tf.uint8))
 
     def uniform(self, size: int, seed: int, step: int) -> Tensor:
         """Numbers in [0, 1) that need no state."""

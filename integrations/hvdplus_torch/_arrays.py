@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from hvdplus.arrays import RIDGE, SAMPLE, HostFunction, NumPyArray, Output, sample_rank
@@ -18,12 +19,37 @@ _DTYPES = {
     "int64": torch.int64,
     "uint8": torch.uint8,
 }
-_WORDS = {8: torch.uint8, 4: torch.int16, 2: torch.int32, 1: torch.int64}  # as many bytes as there are codes in one
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+class Pieces:
+    """Flat fp32 tensors on the CPU that stand for one: gradients where autograd left them.
+
+    Only host functions take them, and ``TorchArrays.flat``.
+    """
+
+    dtype, device, is_cuda = torch.float32, torch.device("cpu"), False
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.tensors: list[torch.Tensor] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self.tensors = [torch.empty(0)] * len(self.sizes)
+
+    def numel(self) -> int:
+        """The number of elements of all pieces."""
+        return sum(self.sizes)
+
+    def element_size(self) -> int:
+        """The bytes of an element."""
+        return 4
 
 
 class TorchArrays:
@@ -34,6 +60,8 @@ class TorchArrays:
 
     def zeros(self, size: int, dtype: str) -> torch.Tensor:
         """``size`` zeros."""
+        if self.device.type == "cpu":
+            return _on_cpu((size,), dtype).zero_()
         return torch.zeros(size, dtype=_DTYPES[dtype], device=self.device)
 
     def dtype(self, x: torch.Tensor) -> str:
@@ -88,8 +116,8 @@ class TorchArrays:
         return torch.nn.functional.pad(x, (0, -x.numel() % count)).view(count, -1)
 
     def flat(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows behind one another."""
-        return x.reshape(-1)
+        """Rows, or pieces, behind one another."""
+        return torch.cat(x.tensors) if isinstance(x, Pieces) else x.reshape(-1)
 
     def head(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """The first ``count`` elements."""
@@ -180,18 +208,16 @@ class TorchArrays:
         return x.mean(dim=-1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
     def packed(self, codes: torch.Tensor, bits: int) -> torch.Tensor:
-        """Codes packed into bytes: one product moves all codes of a word beside one another, into its upper byte."""
-        each = 8 // bits
-        if each == 1:
-            return codes
-        word = codes.contiguous().view(_WORDS[bits])
-        top = 8 * each - 8
-        return (word * sum(1 << top - i * (8 - bits) for i in range(each)) >> top).to(torch.uint8)
+        """Codes packed into bytes."""
+        planes = codes.chunk(8 // bits, dim=-1)
+        joined = planes[0]
+        for i, plane in enumerate(planes[1:], start=1):
+            joined = joined | plane << bits * i
+        return joined
 
     def unpacked(self, x: torch.Tensor, bits: int) -> torch.Tensor:
         """Bytes taken apart into codes."""
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
-        return (x.unsqueeze(-1) >> shifts).bitwise_and_(2**bits - 1).flatten(-2)
+        return torch.cat([x >> shift for shift in range(0, 8, bits)], dim=-1).bitwise_and_(2**bits - 1)
 
     def uniform(self, size: int, seed: int, step: int) -> torch.Tensor:
         """Numbers in [0, 1) from a generator of their own."""
@@ -247,8 +273,8 @@ class TorchArrays:
         outputs: Sequence[Output[torch.Tensor]],
     ) -> list[torch.Tensor]:
         """Lend the function the tensors' memory."""
-        written = [torch.empty(o.shape, dtype=_DTYPES[o.dtype]) if o.into is None else o.into for o in outputs]
-        function(*(x if isinstance(x, int) else x.numpy() for x in inputs), *(tensor.numpy() for tensor in written))
+        written = [_on_cpu(o.shape, o.dtype) if o.into is None else o.into for o in outputs]
+        function(*map(_lent, inputs), *map(_lent, written))
         return written
 
     def hosts(self, x: torch.Tensor) -> bool:
@@ -256,6 +282,19 @@ class TorchArrays:
         from hvdplus import kernels  # numba, which takes its time
 
         return x.dtype == torch.float32 and x.device.type == "cpu" and kernels.available()
+
+
+def _on_cpu(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """Return a new tensor in NumPy's memory: it asks for huge pages, with which loops over much of it are faster."""
+    if dtype == "bfloat16":
+        return torch.empty(shape, dtype=torch.bfloat16)
+    return torch.from_numpy(np.empty(shape, dtype))
+
+
+def _lent(x: torch.Tensor | int) -> NumPyArray | list[NumPyArray] | int:
+    if isinstance(x, int):
+        return x
+    return [piece.numpy() for piece in x.tensors] if isinstance(x, Pieces) else x.numpy()
 
 
 def _candidates(size: torch.Tensor, count: int) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from hvdplus_torch._arrays import TorchArrays
 from hvdplus_torch._broadcast import object_from
 from hvdplus_torch._consensus import Consensus
 from hvdplus_torch._hooks import Hooks, in_reentrant_checkpoint
-from hvdplus_torch._layout import NOTES, Layout, check_shape, lay_out
+from hvdplus_torch._layout import Layout, check_shape, lay_out
 from hvdplus_torch._scaler import ScalerGuard
 from hvdplus_torch._session import Session
 from hvdplus_torch._state import Memory
@@ -120,6 +120,7 @@ class Exchanger:
         self.window.resize(length)
         self.strategy = replace(self.strategy, accumulate=length)
         self._agreed = False
+        self._built.clear()
         if length > 1 and not self._hooks.early:
             self._alone, self._hooks.early = False, True
             self._hooks.clear()
@@ -217,8 +218,8 @@ class Exchanger:
         view = self._layout.views[index]
         late = view - mean  # what autograd has added already
         view.copy_(mean)
-        for buffer in self._layout.buffers:
-            buffer.mul_(self.window.count)
+        for bucket in self._layout.plan.buckets:
+            self._layout.scale(bucket.index, self.window.count)
         view.add_(late)
         self._before = None
 
@@ -255,7 +256,7 @@ class Exchanger:
             if self._have[index]:
                 view.add_(dense)
             else:
-                view.copy_(dense)
+                self._layout.take(index, dense)
         self._have[index] = True
 
     def _send_full(self) -> None:
@@ -267,15 +268,12 @@ class Exchanger:
 
     def _send(self) -> None:
         """Send the next bucket of the plan, scaled to the mean over micro-batches."""
-        buffer, factor = self._layout.buffers[self._reducer.started], self._factor
+        bucket, factor = self._reducer.started, self._factor
         if self._root_only:  # the other ranks' gradients were taken at other weights
             factor *= self.collectives.size if self.collectives.rank == 0 else 0
-        numbers = buffer[:-NOTES] if self._reducer.started == len(self._layout.buffers) - 1 else buffer
-        if factor == 0.0:
-            numbers.zero_()  # a product would keep a NaN
-        elif factor != 1.0:
-            numbers.mul_(factor)
-        self._reducer.start(buffer)
+        if factor != 1.0:
+            self._layout.scale(bucket, factor)
+        self._reducer.start(self._layout.send(bucket))
 
     @torch.no_grad()
     def ending(self) -> None:
@@ -303,16 +301,16 @@ class Exchanger:
             self._follow_scale()
         if self._layout.plan.buckets:
             self._fill_in()
-        while self._reducer.started < len(self._layout.buffers):
+        while self._reducer.started < len(self._layout.plan.buckets):
             self._send()
 
     def _receive(self) -> None:
         """Wait for all buckets, and leave the means in ``p.grad``."""
         if not self._layout.plan.buckets:
             return
-        for buffer, mean in zip(self._layout.buffers, self._reducer.finish(), strict=True):
-            if mean.data_ptr() != buffer.data_ptr():
-                buffer.copy_(mean)
+        self._layout.own()
+        for bucket, mean in enumerate(self._reducer.finish()):
+            self._layout.receive(bucket, mean)
         if self._root_only:
             self._root_only = False
             self.consensus.copy_from_root()
@@ -330,7 +328,7 @@ class Exchanger:
             if self._layout.bucket_of[index] is None or self._have[index]:
                 continue
             if p.grad is None:
-                self._layout.views[index].zero_()
+                self._layout.clear(index)
             elif p.grad is not self._layout.views[index]:
                 self._take(index, p)  # set by hand
         used = [float(have or p.grad is not None) for have, p in zip(self._have, self._params, strict=True)]
@@ -361,7 +359,7 @@ class Exchanger:
                 )
 
     def _hand_out(self) -> None:
-        """Make every gradient a view into its bucket; none where no rank used the parameter."""
+        """Make the means the parameters' gradients; none where no rank used the parameter."""
         sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
         used = None if all(self._have) else self._layout.flags.tolist()
         for index, (p, view) in enumerate(zip(self._params, self._layout.views, strict=True)):
@@ -409,12 +407,12 @@ class Exchanger:
         if before is not None and self.window.count:  # a half-filled window comes along
             for index, view in enumerate(before.layout.views):
                 if self._have[index] and self._layout.bucket_of[index] is not None:
-                    self._layout.views[index].copy_(view)
+                    self._layout.take(index, view)
 
     def _build(self, flags: tuple[bool, ...]) -> _Built:
         trained = [p if flag else _nothing(p) for p, flag in zip(self._params, flags, strict=True)]
         layout = lay_out(list(self.named().values()), trained, self.strategy)
-        arrays = TorchArrays(layout.buffers[0].device if layout.buffers else "cpu")
+        arrays = TorchArrays(layout.device)
         scope, watch = f"{self.scope}.{next(self._layouts)}", self.session.watch
         return _Built(layout, Reducer(layout.plan, self.strategy, self._wire, arrays, watch, scope, self.stats))
 
@@ -457,6 +455,7 @@ class Exchanger:
         self.updated = True
         if self._current is not None:
             self._reducer.commit()
+            self._layout.release()
         self.window.restart()
         self.updates += 1
         self._thrown = 0
@@ -519,6 +518,7 @@ class Exchanger:
         self._have = [False] * len(self._params)
         if self._current is not None:
             self._reducer.rollback()
+            self._layout.release()
 
     # -- state_dict -------------------------------------------------------------------------------------------
 

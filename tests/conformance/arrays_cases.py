@@ -310,11 +310,14 @@ class ArraysCases:
             self.check(name, values.astype(np.float32))
 
     @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-    def test_codes_are_packed_the_first_lowest(self, bits):
+    def test_codes_are_packed_in_planes_the_first_lowest(self, bits):
         codes = np.random.default_rng(6).integers(0, 2**bits, (7, 24), np.uint8)
-        packed = self.arrays.packed(self.lend(codes), bits)
-        as_bits = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., :bits].reshape(7, -1)
-        same(self.read(packed), np.packbits(as_bits, axis=-1, bitorder="little"))
+        packed, width = self.arrays.packed(self.lend(codes), bits), 24 * bits // 8
+        expected = [
+            [sum(int(row[plane * width + k]) << plane * bits for plane in range(8 // bits)) for k in range(width)]
+            for row in codes
+        ]
+        same(self.read(packed), np.array(expected, np.uint8))
         same(self.read(self.arrays.unpacked(packed, bits)), codes)
         every = np.arange(256, dtype=np.uint8)
         same(self.read(self.arrays.packed(self.arrays.unpacked(self.lend(every), bits), bits)), every)
