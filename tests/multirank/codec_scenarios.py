@@ -8,6 +8,7 @@ import hvdplus
 import hvdplus.torch as hvd
 from hvdplus import codecs
 from hvdplus.collectives import AllGather, AllReduce
+from hvdplus_torch._arrays import Pieces
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -175,3 +176,93 @@ def scenario_a_codec_whose_ranks_ask_for_different_things_is_an_error_on_all():
     assert str(caught.value).startswith(
         f"the ranks disagree: rank 0 has {asks.format('AllReduce')}, but {others} {asks.format('AllGather')}; all ranks"
     ), str(caught.value)
+
+
+class Shares(torch.nn.Module):
+    """Autograd hands one result to both parameters: their gradients share memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = (torch.nn.Parameter(torch.randn(shape)) for shape in ((64, 32), (32, 64)))
+
+    def forward(self, weights):
+        return ((self.a.view(-1) + self.b.view(-1)) * weights).sum()
+
+
+def scenario_gradients_that_share_memory():
+    model, weights = Shares(), torch.randn(2048, generator=torch.Generator().manual_seed(RANK))
+    model(weights).backward()
+    assert model.a.grad.data_ptr() == model.b.grad.data_ptr(), "torch does not share any more: find another way"
+    model.zero_grad()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    opt = hvdplus.wrap(sgd, model=model, strategy="topk:0.0097", min_compress=16)
+    model(weights).backward()
+    assert model.a.grad.data_ptr() != model.b.grad.data_ptr()
+    everyone = [torch.randn(2048, generator=torch.Generator().manual_seed(rank)) for rank in range(SIZE)]
+    flat = torch.cat([model.a.grad.view(-1), model.b.grad.view(-1)])
+    expected = torch.zeros(4096)
+    for given in everyone:
+        twice = torch.cat([given, given])
+        places = torch.argsort(twice.abs(), descending=True, stable=True)[:40]
+        expected[places] += twice[places] / SIZE
+    assert torch.equal(flat != 0, expected != 0) and torch.allclose(flat, expected)
+    opt.step()
+    assert_equal_everywhere(model)
+
+
+def scenario_gradients_that_lie_otherwise_than_their_parameters():
+    """A kernel in channels_last, gradients that are transposed or expanded, and one that a user has set by hand."""
+    torch.manual_seed(1)
+    conv = torch.nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)
+    first, second, third = (torch.nn.Parameter(torch.randn(48, 48)) for _ in range(3))
+    parameters = [*conv.parameters(), first, second, third]
+    named = [(str(i), p) for i, p in enumerate(parameters)]
+    opt = hvdplus.wrap(torch.optim.SGD(parameters, lr=0.0), named_parameters=named, strategy="fp16", min_compress=16)
+    x = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(RANK))
+    own = torch.randn(48, 48, generator=torch.Generator().manual_seed(50 + RANK))
+    for _ in range(3):
+        third.grad = own.t()
+        (conv(x).square().mean() + (first.t() * own).sum() + second.sum() * (RANK + 1.0)).backward()
+        opt.step()
+        means = [p.grad.clone() for p in parameters]
+        assert parameters[0].grad.stride() == parameters[0].stride()
+        opt.zero_grad()
+    expected = [torch.zeros_like(p) for p in parameters]
+    for rank in range(SIZE):
+        x = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(rank))
+        own = torch.randn(48, 48, generator=torch.Generator().manual_seed(50 + rank))
+        loss = conv(x).square().mean() + (first.t() * own).sum() + second.sum() * (rank + 1.0)
+        given = *torch.autograd.grad(loss, parameters[:-1]), own.t()
+        expected = [mean + grad / SIZE for mean, grad in zip(expected, given, strict=True)]
+    for mine, theirs in zip(means, expected, strict=True):
+        assert torch.allclose(mine, theirs, rtol=2e-3, atol=2e-3)
+
+
+def scenario_a_gradient_that_only_some_ranks_have():
+    used, seldom = (torch.nn.Parameter(torch.ones(48, 48)) for _ in range(2))
+    named = [("used", used), ("seldom", seldom)]
+    sgd = torch.optim.SGD([used, seldom], lr=1.0)
+    opt = hvdplus.wrap(sgd, named_parameters=named, strategy="fp16", min_compress=16)
+    for step in range(3):
+        loss = used.sum() * (RANK + 1.0)
+        (loss + seldom.sum() * 4.0 if RANK == 0 and step else loss).backward()
+        assert (seldom.grad is None) == (step == 0)
+        opt.step()
+        opt.zero_grad(set_to_none=step != 1)
+    assert torch.equal(used, torch.full((48, 48), 1 - 3 * (SIZE + 1) / 2))
+    assert torch.equal(seldom, torch.full((48, 48), 1 - 2 * 4.0 / SIZE))
+
+
+def scenario_no_memory_of_gradients_is_kept():
+    """After a step the layout holds nothing of them, so `zero_grad` frees it all."""
+    model, opt = wrapped("onebit")
+    for step in range(3):
+        one_step(model, opt, step)
+        held = opt.hvdplus._exchanger._layout
+        pieces = [value for value in held.values if isinstance(value, Pieces)]
+        assert pieces and all(piece.numel() for value in pieces for piece in value.tensors)
+        opt.step()
+        opt.zero_grad()
+        assert not any(piece.numel() for value in pieces for piece in value.tensors)
+        assert all(view.untyped_storage().nbytes() == 4 for view in (held.views[0], held.views[2], held.views[4]))
