@@ -22,6 +22,7 @@ from hvdplus.watch import Watch
 A = TypeVar("A")
 
 SAMPLE_EVERY = 100  # exchanges between two measurements of the relative error
+_PART = 2**21  # numbers that are looked at together
 
 
 class Window:
@@ -157,7 +158,7 @@ class Reducer(Generic[A]):
         codec, sample = self._choose(bucket, site)
         site.keep_sent = sample and not isinstance(codec, ErrorFeedback)
         begin = time.perf_counter()
-        if sample or not codecs.reads_pieces(codec):
+        if site.keep_sent or not codecs.reads_pieces(codec):
             value = self._arrays.flat(value)
         given = self._arrays.copy(value) if site.keep_sent else None
         size = self._arrays.norm(value) if sample else None
@@ -319,7 +320,12 @@ class Reducer(Generic[A]):
             sent = flight.outcome.sent
             return 0.0 if sent is None else arrays.norm(arrays.subtract(flight.given, sent))
         residual = self._sites[flight.bucket.index].cells["residual"]
-        return arrays.norm(arrays.subtract(residual.staged, residual.read()))
+        after, before, total = residual.staged, residual.read(), 0.0
+        for begin in range(0, flight.bucket.count, _PART):  # a difference takes memory
+            end = min(begin + _PART, flight.bucket.count)
+            lost = arrays.subtract(arrays.part(after, begin, end), arrays.part(before, begin, end))
+            total = total + arrays.norm(lost) ** 2
+        return total**0.5
 
 
 def alarm(outcome: Outcome[A]) -> A:

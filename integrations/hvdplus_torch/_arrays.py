@@ -29,7 +29,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Pieces:
     """Flat fp32 tensors on the CPU that stand for one: gradients where autograd left them.
 
-    Only host functions take them, and ``TorchArrays.flat``.
+    Only host functions take them, and ``flat`` and ``norm`` of ``TorchArrays``.
     """
 
     dtype, device, is_cuda = torch.float32, torch.device("cpu"), False
@@ -97,9 +97,11 @@ class TorchArrays:
         return x - y
 
     def norm(self, x: torch.Tensor) -> float:
-        """The Euclidean norm, piece by piece: torch makes copies in fp64."""
-        pieces = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in x.reshape(-1).split(2**20)]
-        return float(torch.linalg.vector_norm(torch.stack(pieces))) if pieces else 0.0
+        """The Euclidean norm, part by part: torch makes copies in fp64."""
+        tensors = x.tensors if isinstance(x, Pieces) else [x.reshape(-1)]
+        parts = [part for tensor in tensors for part in tensor.split(2**20)]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def all_finite(self, x: torch.Tensor) -> bool:
         """Whether no element is infinite or NaN."""

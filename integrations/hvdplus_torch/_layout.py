@@ -100,24 +100,32 @@ class Layout:
         """
         for value in self.values:
             if isinstance(value, Pieces):
-                value.tensors = [torch.empty(0)] * len(value.sizes)
+                value.clear()
         for index in self._piece_of:
-            grad = self.views[index]
-            self._adopt(index, grad if _is_alone(grad) else _like(self._params[index]))
+            self._adopt(index, self._own(index))
+
+    def _own(self, index: int, keep: bool = False) -> torch.Tensor:
+        """Return a gradient if it is alone in its memory, else new memory for it, to which its numbers may be copied."""
+        grad = self.views[index]
+        if _is_alone(grad):
+            return grad
+        return _like(self._params[index]).copy_(grad) if keep else _like(self._params[index])
 
     def scale(self, bucket: int, factor: float) -> None:
-        """Multiply a bucket's numbers, but for its notes; those that it shares with others not in their place."""
+        """Multiply a bucket's numbers, but for its notes."""
         value = self.values[bucket]
         if isinstance(value, Pieces):
+            value.clear()
             for member in self.plan.buckets[bucket].members:
-                grad = self.views[member.index]
-                self._adopt(member.index, torch.zeros_like(grad) if factor == 0.0 else grad * factor)
-            return
-        numbers = value[:-NOTES] if bucket == len(self.values) - 1 else value
-        if factor == 0.0:
-            numbers.zero_()  # a product would keep a NaN
+                self._adopt(member.index, self._own(member.index, keep=True))
+            numbers = value.tensors
         else:
-            numbers.mul_(factor)
+            numbers = [value[:-NOTES] if bucket == len(self.values) - 1 else value]
+        for part in numbers:
+            if factor == 0.0:
+                part.zero_()  # a product would keep a NaN
+            else:
+                part.mul_(factor)
 
     def send(self, bucket: int) -> torch.Tensor:
         """Return a bucket's value; to a reducer that was told so, pieces are a tensor like any other."""
