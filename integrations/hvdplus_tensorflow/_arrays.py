@@ -237,9 +237,10 @@ class TensorFlowArrays:
         """Whether host functions are the fastest way."""
         from hvdplus import kernels  # numba, which takes its time
 
-        return x.dtype == tf.float32 and not _has_gpu() and kernels.available()
+        return x.dtype == tf.float32 and not has_gpu() and kernels.available()
 
 
 @functools.cache
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether TensorFlow sees a GPU, where it then puts what it computes."""
     return bool(tf.config.list_logical_devices("GPU"))
