@@ -128,7 +128,7 @@ class _Sources:
             ]
             if bucket.flags:
                 parts.append(tf.constant([float(g is not None) for g in grads], bucket.dtype))
-            values.append(tf.concat(parts, 0))
+            values.append(self.exchange.joined(parts, bucket))
         return values
 
 
