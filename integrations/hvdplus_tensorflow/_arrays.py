@@ -255,7 +255,7 @@ class TensorFlowArrays:
         """Whether host functions are the fastest way."""
         from hvdplus import kernels  # numba, which takes its time
 
-        return x.dtype == tf.float32 and not has_gpu() and kernels.available()
+        return x.dtype == tf.float32 and not _has_gpu() and kernels.available()
 
 
 def _write_norm(x: NumPyArray, norm: NumPyArray) -> None:
@@ -264,6 +264,5 @@ def _write_norm(x: NumPyArray, norm: NumPyArray) -> None:
 
 
 @functools.cache
-def has_gpu() -> bool:
-    """Whether TensorFlow sees a GPU, where it then puts what it computes."""
+def _has_gpu() -> bool:
     return bool(tf.config.list_logical_devices("GPU"))

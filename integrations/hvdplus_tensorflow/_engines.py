@@ -26,7 +26,7 @@ from hvdplus.collectives import (
 )
 from hvdplus.engines import built_for
 from hvdplus.world import World
-from hvdplus_tensorflow._arrays import Tensor, TensorFlowArrays, has_gpu
+from hvdplus_tensorflow._arrays import Tensor, TensorFlowArrays
 
 _ARRAYS = TensorFlowArrays()
 _WORD = 4  # bytes of an int32
@@ -68,7 +68,7 @@ class HorovodCollectives:
         self.size: int = self._set.size()
         self.label = f"set{self._set.process_set_id}"
         # Gloo gathers in one direction after the other, and sums in both at once: in half the time.
-        self._swaps = self.size == 2 and not self._hvd.mpi_enabled()
+        self._swaps = self.size == 2 and not (self._hvd.mpi_enabled() or self._hvd.nccl_built())
 
     def own(self) -> Pending[HorovodCollectives]:
         """Return itself: names tell its users apart."""
@@ -109,8 +109,8 @@ class HorovodCollectives:
 
 
 def swappable(value: Tensor) -> bool:
-    """Whether two ranks may gather ``value`` as a sum: it has bytes, and they are in host memory."""
-    return bool(value.dtype != tf.bool and value.shape.rank and value.shape.num_elements() and not has_gpu())
+    """Whether two ranks may gather ``value`` as a sum: it has bytes, which TensorFlow shows."""
+    return bool(value.dtype != tf.bool and value.shape.rank and value.shape.num_elements())
 
 
 def as_words(value: Tensor) -> Tensor:
