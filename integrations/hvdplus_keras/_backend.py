@@ -12,7 +12,7 @@ import keras
 from hvdplus.arrays import Cell, NumPyArray
 from hvdplus.collectives import Collectives
 from hvdplus.errors import StrategyError
-from hvdplus.plan import Plan
+from hvdplus.plan import Bucket, Plan
 from hvdplus.reducer import Reducer
 from hvdplus.session import Session
 from hvdplus.stats import Stats
@@ -32,6 +32,9 @@ class Exchange(Protocol):
 
     def __call__(self, values: list[Any], step: Any, scale: Any = None) -> tuple[list[Any], Any]:
         """Return the means, and what the hook after the exchange returned."""
+
+    def joined(self, parts: Sequence[Any], bucket: Bucket) -> Any:
+        """Return the flat values of a bucket's members behind one another."""
 
 
 class Backend(Protocol):

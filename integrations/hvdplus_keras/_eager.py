@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,10 @@ class EagerExchange:
         self.reducer.commit()
         self._scale = 1.0
         return means, self._after(means[-1][self._tail :].float().cpu().numpy())
+
+    def joined(self, parts: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor:
+        """Return the flat values of a bucket's members behind one another."""
+        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 class _Resumed(Reducer[torch.Tensor]):

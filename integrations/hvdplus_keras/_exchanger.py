@@ -294,6 +294,7 @@ class Exchanger:
 
     def _pack(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         """Lay gradients out in buckets, with flags and this rank's weight behind the last."""
+        assert self._exchange is not None
         given = {self._place(v): self.backend.dense(g) for g, v in zip(grads, variables, strict=True) if g is not None}
         flags = [float(index in given) for index in range(len(self._variables))] + [1.0]
         values = []
@@ -301,7 +302,7 @@ class Exchanger:
             parts = [_flat(given.get(member.index), member, bucket.dtype) for member in bucket.members]
             if bucket.flags:
                 parts.append(ops.convert_to_tensor(flags, dtype=bucket.dtype))
-            values.append(ops.concatenate(parts) if len(parts) > 1 else parts[0])
+            values.append(self._exchange.joined(parts, bucket))
         return [*values, *(self._local_flat(given.get(index), index) for index in self._local_places())]
 
     def _local_flat(self, gradient: Any, index: int) -> Any:

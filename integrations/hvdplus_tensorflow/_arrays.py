@@ -10,14 +10,20 @@ import numpy as np
 import tensorflow as tf
 
 from hvdplus.arrays import RIDGE, HostFunction, NumPyArray, Output
+from hvdplus_tensorflow._memory import Memory
 
 Tensor: TypeAlias = Any  # tf.Tensor, eager or symbolic; TensorFlow ships no types
+
+_TILE = 2**15  # numbers that stay in a cache as fp64
 
 
 class TensorFlowArrays:
     """``hvdplus.arrays.Arrays`` for tensors of static shape. In a graph the answers of ``norm`` and ``all_finite``
     are symbolic.
     """
+
+    def __init__(self) -> None:
+        self._memory = Memory()
 
     def zeros(self, size: int, dtype: str) -> Tensor:
         """``size`` zeros."""
@@ -57,8 +63,12 @@ class TensorFlowArrays:
 
     def norm(self, x: Tensor) -> Tensor:
         """The Euclidean norm."""
-        norm = tf.norm(tf.cast(x, tf.float64))
-        return float(norm) if tf.executing_eagerly() else norm
+        if tf.executing_eagerly():
+            return float(tf.norm(tf.cast(x, tf.float64)))
+        if not self.hosts(x):
+            return tf.norm(tf.cast(x, tf.float64))
+        (norm,) = self.on_host(_write_norm, [x], [Output((), "float64")])
+        return norm
 
     def all_finite(self, x: Tensor) -> Tensor:
         """Whether no element is infinite or NaN."""
@@ -66,7 +76,7 @@ class TensorFlowArrays:
 
     def where_finite(self, condition: Tensor, then: Tensor, otherwise: Tensor) -> Tensor:
         """``then`` if all of ``condition`` is finite, else ``otherwise``."""
-        return tf.where(self.all_finite(condition), then, otherwise)
+        return tf.cond(self.all_finite(condition), lambda: then, lambda: otherwise)  # tf.where would copy
 
     def rows(self, x: Tensor, count: int) -> Tensor:
         """``x`` padded with zeros at the end and cut into ``count`` equal rows."""
@@ -216,13 +226,21 @@ class TensorFlowArrays:
         products = tf.matmul(rows, rows, transpose_b=True) + RIDGE * tf.eye(rows.shape[0], dtype=tf.float64)
         return tf.cast(tf.linalg.triangular_solve(tf.linalg.cholesky(products), rows), x.dtype)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def strung(self, parts: Sequence[Tensor], size: int) -> Tensor:
+        """One-dimensional tensors, ``size`` elements in all, behind one another; in a graph, in memory that is lent."""
+        if tf.executing_eagerly() or not self.hosts(parts[0]):
+            return tf.concat(parts, 0)
+        (whole,) = self.on_host(lambda *given: np.concatenate(given[:-1], out=given[-1]), parts, [Output((size,))])
+        return whole
+
     def on_host(
         self, function: HostFunction, inputs: Sequence[Tensor | int], outputs: Sequence[Output[Tensor]]
     ) -> list[Tensor]:
         """Have Python call the function when the graph runs; TensorFlow's tensors are not written into."""
 
         def call(*arrays: NumPyArray) -> list[NumPyArray]:
-            written = [np.empty(o.shape, o.dtype) for o in outputs]
+            written = [self._memory.lend(o.shape, o.dtype) for o in outputs]
             function(*arrays, *written)
             return written
 
@@ -235,6 +253,11 @@ class TensorFlowArrays:
         from hvdplus import kernels  # numba, which takes its time
 
         return x.dtype == tf.float32 and not _has_gpu() and kernels.available()
+
+
+def _write_norm(x: NumPyArray, norm: NumPyArray) -> None:
+    tiles = (x[begin : begin + _TILE].astype(np.float64) for begin in range(0, x.size, _TILE))
+    norm[...] = sum(float(np.vdot(tile, tile)) for tile in tiles) ** 0.5
 
 
 @functools.cache

@@ -26,7 +26,10 @@ from hvdplus.collectives import (
 )
 from hvdplus.engines import built_for
 from hvdplus.world import World
-from hvdplus_tensorflow._arrays import Tensor
+from hvdplus_tensorflow._arrays import Tensor, TensorFlowArrays
+
+_ARRAYS = TensorFlowArrays()
+_WORD = 4  # bytes of an int32
 
 
 def horovod() -> Any:
@@ -64,6 +67,8 @@ class HorovodCollectives:
         self.rank: int = self._set.rank()
         self.size: int = self._set.size()
         self.label = f"set{self._set.process_set_id}"
+        # Gloo gathers in one direction after the other, and sums in both at once: in half the time.
+        self._swaps = self.size == 2 and not (self._hvd.mpi_enabled() or self._hvd.nccl_built())
 
     def own(self) -> Pending[HorovodCollectives]:
         """Return itself: names tell its users apart."""
@@ -83,6 +88,10 @@ class HorovodCollectives:
         }
         if isinstance(request, AllReduce):
             answer = hvd.allreduce(value, op=hvd.Sum, prescale_factor=request.scale, **options)
+        elif isinstance(request, AllGather) and self._swaps and swappable(value):
+            words = as_words(value)
+            total = hvd.allreduce(words, op=hvd.Sum, **options)
+            return Ready(told_apart(total, words, value, self.rank))
         elif isinstance(request, AllGather):
             answer, shape = hvd.allgather(value, **options), [self.size, *shape]
         elif isinstance(request, AllToAll):
@@ -97,6 +106,27 @@ class HorovodCollectives:
     def _global_rank(self, root: int) -> int:
         ranks = self._set.ranks
         return int(ranks[root]) if ranks else root
+
+
+def swappable(value: Tensor) -> bool:
+    """Whether two ranks may gather ``value`` as a sum: it has bytes, which TensorFlow shows."""
+    return bool(value.dtype != tf.bool and value.shape.rank and value.shape.num_elements())
+
+
+def as_words(value: Tensor) -> Tensor:
+    """Return the memory of ``value`` as int32 in one dimension, zeros at the end."""
+    raw = _ARRAYS.to_bytes(tf.reshape(value, [-1]))
+    return _ARRAYS.from_bytes(_ARRAYS.padded(raw, -(-_ARRAYS.count(raw) // _WORD) * _WORD), "int32")
+
+
+def told_apart(total: Tensor, mine: Tensor, value: Tensor, rank: int) -> Tensor:
+    """Return two ranks' values behind one another, from the sum of their words: each takes its own off.
+
+    Whole numbers wrap without loss.
+    """
+    raw = _ARRAYS.head(_ARRAYS.to_bytes(total - mine), _ARRAYS.nbytes(value))
+    other = tf.reshape(_ARRAYS.from_bytes(raw, value.dtype.name), value.shape)
+    return tf.stack([other, value] if rank else [value, other])
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -147,8 +147,8 @@ class Exchange:
                 made.scale = lambda: self._scale
             return made
 
-        arrays = TensorFlowArrays()
-        self.reducer = TracedReducer(plan, strategy, collectives, arrays, session.watch, scope, Stats(), cell)
+        self._arrays = TensorFlowArrays()
+        self.reducer = TracedReducer(plan, strategy, collectives, self._arrays, session.watch, scope, Stats(), cell)
         self._costs: dict[int, Stats] = {}
         self._guard = Guard(session) if collectives.size > 1 and session.engine == "horovod" else None
         self._begin = 0.0
@@ -166,6 +166,10 @@ class Exchange:
         scale = None if scale is None else tf.convert_to_tensor(scale)  # a variable's value at this place
         means, answer = self._run(list(values), tf.cast(step, tf.int64), scale)
         return list(means), answer
+
+    def joined(self, parts: Sequence[Tensor], bucket: Bucket) -> Tensor:
+        """Return the flat values of a bucket's members behind one another."""
+        return parts[0] if len(parts) == 1 else self._arrays.strung(parts, bucket.count)
 
     def _traced(self, values: list[Tensor], step: Tensor, scale: Tensor | None) -> tuple[list[Tensor], Tensor]:
         self._scale = scale

@@ -90,6 +90,8 @@ class _Sources:
         ]
         self.plan = plan(parameters, strategy)
         self.agreed = False
+        with tf.init_scope():  # no number of Python's: that stays in a graph what it was when it was traced
+            self.steps = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.exchange = Exchange(
             self.plan, strategy, self.session, self.session.collectives, self.scope, self.stats, self._before,
             lambda tail: False,
@@ -109,7 +111,8 @@ class _Sources:
                 "jit_compile=True compiles the step with XLA, which cannot hold an exchange; leave it out."
             )
         dense = [None if g is None else tf.convert_to_tensor(g) for g in grads]
-        means, _ = self.exchange(self._pack(dense), tf.constant(self.stats.steps))
+        means, _ = self.exchange(self._pack(dense), self.steps.read_value())
+        self.steps.assign_add(1)
         found: dict[int, Tensor] = {}
         for bucket, mean in zip(self.plan.buckets, means, strict=True):
             for m in bucket.members:
@@ -125,7 +128,7 @@ class _Sources:
             ]
             if bucket.flags:
                 parts.append(tf.constant([float(g is not None) for g in grads], bucket.dtype))
-            values.append(tf.concat(parts, 0))
+            values.append(self.exchange.joined(parts, bucket))
         return values
 
 

@@ -7,6 +7,8 @@ MODULE = "tape_scenarios.py"
 
 
 @pytest.mark.parametrize("scenario", harness.names(MODULE))
-@pytest.mark.parametrize("engine", ["mpirun", "mpirun-mpi4py"])
-def test_scenario(engine, scenario):
-    harness.scenarios(engine, 2, MODULE).result(scenario)
+@pytest.mark.parametrize(
+    ("engine", "ranks"), [("horovodrun-gloo", 2), ("horovodrun-gloo", 3), ("mpirun", 2), ("mpirun-mpi4py", 2)]
+)
+def test_scenario(engine, ranks, scenario):
+    harness.scenarios(engine, ranks, MODULE).result(scenario)

@@ -1,0 +1,61 @@
+"""Memory for what Python writes and TensorFlow keeps, lent again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdplus.arrays import NumPyArray
+
+_ALIGNMENT = 64  # bytes; TensorFlow copies an array that begins elsewhere
+_LARGE = 2**20  # bytes from which an allocator gives memory back to the system, where asking for it anew is slow
+
+
+class Memory:
+    """Lends arrays that are not set, and takes their memory back when nobody refers to them any more.
+
+    TensorFlow takes an array that a host function returns for a tensor's own, and lets go of it with the tensor.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+
+    def lend(self, shape: Sequence[int], dtype: str) -> NumPyArray:
+        """Return an array of this shape and dtype; what is in it is anything."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        memory = self._pages(size) if size >= _LARGE else _aligned(size)
+        return np.ndarray(shape, dtype, memory)
+
+    def _pages(self, size: int) -> Any:
+        """Return memory that comes back when it and all arrays in it are gone."""
+        free = self._free[size]
+        try:
+            pages = free.pop()  # in one step: ops of a graph run side by side
+        except IndexError:
+            pages = _new_pages(size)
+        memory = (ctypes.c_char * size).from_buffer(pages)
+        weakref.finalize(memory, free.append, pages).atexit = False
+        return memory
+
+
+def _new_pages(size: int) -> mmap.mmap:
+    """Return memory of its own, in large pages where the system has them."""
+    pages = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _aligned(size: int) -> NumPyArray:
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return memory[begin : begin + size]
