@@ -105,7 +105,7 @@ class Layout:
             self._adopt(index, self._own(index))
 
     def _own(self, index: int, keep: bool = False) -> torch.Tensor:
-        """Return a gradient if it is alone in its memory, else new memory for it, to which its numbers may be copied."""
+        """Return a gradient that is alone in its memory, else new memory for it; ``keep`` copies its numbers."""
         grad = self.views[index]
         if _is_alone(grad):
             return grad
