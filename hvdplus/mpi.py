@@ -10,6 +10,7 @@ import numpy as np
 from hvdplus.arrays import NumPyArray
 from hvdplus.collectives import AllGather, AllReduce, AllToAll, Broadcast, Pending, Request
 from hvdplus.errors import LaunchError
+from hvdplus.memory import Pool
 
 
 @dataclass
@@ -56,6 +57,7 @@ class MpiCollectives:
         self.label = label
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
+        self._pool = Pool()
 
     def sums(self, value: NumPyArray, dtype: str) -> bool:
         """MPI adds fp32 and fp64; halves it does not know."""
@@ -68,10 +70,10 @@ class MpiCollectives:
             value = _scaled(value, request.scale)
             return _Flying(self._comm.Iallreduce(_mpi().IN_PLACE, value), value, value)
         if isinstance(request, AllGather):
-            answer = np.empty((self.size, *value.shape), value.dtype)
+            answer = self._pool.lend((self.size, *value.shape), value.dtype.name)
             return _Flying(self._comm.Iallgather(value, answer), answer, value)
         if isinstance(request, AllToAll):
-            answer = np.empty_like(value)
+            answer = self._pool.lend(value.shape, value.dtype.name)
             return _Flying(self._comm.Ialltoall(value, answer), answer, value)
         if isinstance(request, Broadcast):
             return _Flying(self._comm.Ibcast(value, request.root), value, value)

@@ -22,7 +22,7 @@ from hvdplus.watch import Watch
 A = TypeVar("A")
 
 SAMPLE_EVERY = 100  # exchanges between two measurements of the relative error
-_PART = 2**21  # numbers that are looked at together
+_PART = 2**20  # numbers that are looked at together
 
 
 class Window:
@@ -175,6 +175,13 @@ class Reducer(Generic[A]):
         if site.step < self._strategy.warmup_steps:
             return self._exact, False
         return self._codecs[bucket.index], bucket.codec != "exact" and site.step % SAMPLE_EVERY == 0
+
+    def nudge(self) -> None:
+        """Move the bytes of requests that move only when they are asked for; call it often while there is work."""
+        for flight in self._flights:
+            for pending in flight.pending:
+                if getattr(pending, "moves_when_asked", False):
+                    pending.done()
 
     def finish(self) -> list[A]:
         """Wait for all buckets, round by round and each round in plan order; return their means.

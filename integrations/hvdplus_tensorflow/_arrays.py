@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdplus.arrays import RIDGE, HostFunction, NumPyArray, Output
-from hvdplus_tensorflow._memory import Memory
+from hvdplus.memory import Pool
 
 Tensor: TypeAlias = Any  # tf.Tensor, eager or symbolic; TensorFlow ships no types
 
@@ -23,7 +23,7 @@ class TensorFlowArrays:
     """
 
     def __init__(self) -> None:
-        self._memory = Memory()
+        self._pool = Pool()
 
     def zeros(self, size: int, dtype: str) -> Tensor:
         """``size`` zeros."""
@@ -240,7 +240,7 @@ class TensorFlowArrays:
         """Have Python call the function when the graph runs; TensorFlow's tensors are not written into."""
 
         def call(*arrays: NumPyArray) -> list[NumPyArray]:
-            written = [self._memory.lend(o.shape, o.dtype) for o in outputs]
+            written = [self._pool.lend(o.shape, o.dtype) for o in outputs]
             function(*arrays, *written)
             return written
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from hvdplus.arrays import RIDGE, SAMPLE, HostFunction, NumPyArray, Output, sample_rank
+from hvdplus.memory import Pool
 
 _DTYPES = {
     "float16": torch.float16,
@@ -57,11 +57,12 @@ class TorchArrays:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+        self._pool = Pool()
 
     def zeros(self, size: int, dtype: str) -> torch.Tensor:
         """``size`` zeros."""
         if self.device.type == "cpu":
-            return _on_cpu((size,), dtype).zero_()
+            return self._lent((size,), dtype).zero_()
         return torch.zeros(size, dtype=_DTYPES[dtype], device=self.device)
 
     def dtype(self, x: torch.Tensor) -> str:
@@ -99,7 +100,7 @@ class TorchArrays:
     def norm(self, x: torch.Tensor) -> float:
         """The Euclidean norm, part by part: torch makes copies in fp64."""
         tensors = x.tensors if isinstance(x, Pieces) else [x.reshape(-1)]
-        parts = [part for tensor in tensors for part in tensor.split(2**20)]
+        parts = [part for tensor in tensors for part in tensor.split(2**17)]
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
@@ -275,9 +276,15 @@ class TorchArrays:
         outputs: Sequence[Output[torch.Tensor]],
     ) -> list[torch.Tensor]:
         """Lend the function the tensors' memory."""
-        written = [_on_cpu(o.shape, o.dtype) if o.into is None else o.into for o in outputs]
-        function(*map(_lent, inputs), *map(_lent, written))
+        written = [self._lent(o.shape, o.dtype) if o.into is None else o.into for o in outputs]
+        function(*map(_as_numpy, inputs), *map(_as_numpy, written))
         return written
+
+    def _lent(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """Return a new tensor; what is in it is anything."""
+        if dtype == "bfloat16":
+            return torch.empty(shape, dtype=torch.bfloat16)
+        return torch.from_numpy(self._pool.lend(shape, dtype))
 
     def hosts(self, x: torch.Tensor) -> bool:
         """Whether host functions are the fastest way."""
@@ -286,14 +293,7 @@ class TorchArrays:
         return x.dtype == torch.float32 and x.device.type == "cpu" and kernels.available()
 
 
-def _on_cpu(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """Return a new tensor in NumPy's memory: it asks for huge pages, with which loops over much of it are faster."""
-    if dtype == "bfloat16":
-        return torch.empty(shape, dtype=torch.bfloat16)
-    return torch.from_numpy(np.empty(shape, dtype))
-
-
-def _lent(x: torch.Tensor | int) -> NumPyArray | list[NumPyArray] | int:
+def _as_numpy(x: torch.Tensor | int) -> NumPyArray | list[NumPyArray] | int:
     if isinstance(x, int):
         return x
     return [piece.numpy() for piece in x.tensors] if isinstance(x, Pieces) else x.numpy()

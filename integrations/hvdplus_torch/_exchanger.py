@@ -154,6 +154,7 @@ class Exchanger:
         p.grad = self._layout.views[index]
         self._missing[bucket] -= 1
         self._send_full()
+        self._reducer.nudge()
 
     @torch.no_grad()
     def _begin(self, index: int) -> None:

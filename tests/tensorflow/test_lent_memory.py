@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdplus import memory as lending
 from hvdplus.arrays import Output
-from hvdplus_tensorflow import _memory
+from hvdplus.memory import Pool
 from hvdplus_tensorflow._arrays import TensorFlowArrays
-from hvdplus_tensorflow._memory import Memory
 
 LARGE = 2**20
 
@@ -21,7 +21,7 @@ def address(array):
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 5), (3, LARGE)])
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "float64"])
 def test_lent_arrays_begin_where_tensorflow_wants_them(shape, dtype):
-    array = Memory().lend(shape, dtype)
+    array = Pool().lend(shape, dtype)
     assert (array.shape, array.dtype) == (shape, dtype)
     assert not array.size or address(array) % 64 == 0
     array[...] = 7
@@ -31,13 +31,13 @@ def test_lent_arrays_begin_where_tensorflow_wants_them(shape, dtype):
 @pytest.fixture
 def mapped(monkeypatch):
     """The sizes of what the system was asked for."""
-    sizes, new_pages = [], _memory._new_pages
-    monkeypatch.setattr(_memory, "_new_pages", lambda size: (sizes.append(size), new_pages(size))[1])
+    sizes, new_pages = [], lending._new_pages
+    monkeypatch.setattr(lending, "_new_pages", lambda size: (sizes.append(size), new_pages(size))[1])
     return sizes
 
 
 def test_memory_comes_back_when_nobody_refers_to_it(mapped):
-    memory = Memory()
+    memory = Pool()
     first = memory.lend((LARGE,), "uint8")
     place, part = address(first), first[5:].reshape(-1)
     del first
@@ -52,7 +52,7 @@ def test_memory_comes_back_when_nobody_refers_to_it(mapped):
 
 
 def test_two_at_a_time_never_share_memory():
-    memory = Memory()
+    memory = Pool()
     arrays = [memory.lend((LARGE,), "uint8") for _ in range(3)]
     for number, array in enumerate(arrays):
         array[:] = number

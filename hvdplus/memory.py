@@ -1,4 +1,4 @@
-"""Memory for what Python writes and TensorFlow keeps, lent again and again."""
+"""Memory for large arrays that come and go in every step, lent again and again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ALIGNMENT = 64  # bytes; TensorFlow copies an array that begins elsewhere
 _LARGE = 2**20  # bytes from which an allocator gives memory back to the system, where asking for it anew is slow
 
 
-class Memory:
+class Pool:
     """Lends arrays that are not set, and takes their memory back when nobody refers to them any more.
 
-    TensorFlow takes an array that a host function returns for a tensor's own, and lets go of it with the tensor.
+    Frameworks take an array for a tensor's own memory, and let go of it with the tensor.
     """
 
     def __init__(self) -> None:
