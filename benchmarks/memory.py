@@ -50,8 +50,8 @@ class Memory:
 
     @property
     def multiple(self) -> float:
-        """The whole, in multiples of the gradients' size."""
-        return self.total / self.gradients
+        """Residuals and buffers, which is all but the libraries, in multiples of the gradients' size."""
+        return (self.total - self.libraries) / self.gradients
 
 
 def measure(contender: str, plain: Peak, hosts: Hosts, work: str, env: Mapping[str, str]) -> list[Memory]:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 WORK, HOSTS, GBIT = "resnet50", 2, 1.0
 MEMORY_MULTIPLE = 2.75
-"""The most memory that an exchange may take on top of a plain process, in multiples of the gradients' size."""
+"""The most memory that residuals and buffers may take, in multiples of the gradients' size; libraries come on top."""
 
 
 @dataclass(frozen=True)

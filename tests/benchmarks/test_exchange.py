@@ -121,8 +121,8 @@ def test_it_measures_exchanges_and_goes_on_after_one_that_fails(tmp_path):
 
 
 def test_memory_is_judged_by_multiples_of_the_gradients():
-    table = exchange_report.memories([exchange_report.Memory("hvdplus/gloo/onebit", 2, 3 * 2**20, 2**20, 2**20)])
-    assert [next(iter(column.cells)) for column in table.columns][2:] == ["3", "1", "3.00", "[red]no[/]"]
+    table = exchange_report.memories([exchange_report.Memory("hvdplus/gloo/onebit", 2, 4 * 2**20, 2**20, 2**20)])
+    assert [next(iter(column.cells)) for column in table.columns][2:] == ["4", "1", "3.00", "[red]no[/]"]
 
 
 class Recorded:
