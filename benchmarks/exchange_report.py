@@ -133,7 +133,8 @@ def memories(found: Sequence[Memory]) -> Table:
         [m.contender, str(m.ranks), f"{m.total / 2**20:,.0f}", f"{m.libraries / 2**20:,.0f}", *_multiple(m)]
         for m in found
     ]
-    columns = ["contender", "ranks", "MiB", "of it libraries", "the rest: x gradients", f"<= {targets.MEMORY_MULTIPLE:g}"]
+    limit = f"<= {targets.MEMORY_MULTIPLE:g}"
+    columns = ["contender", "ranks", "MiB", "of it libraries", "the rest: x gradients", limit]
     caption = (
         "Most resident memory of a rank, less that of one plain process with the same tensors. Libraries: the part that "
         "a tiny network has, too."
