@@ -136,8 +136,8 @@ def memories(found: Sequence[Memory]) -> Table:
     limit = f"<= {targets.MEMORY_MULTIPLE:g}"
     columns = ["contender", "ranks", "MiB", "of it libraries", "the rest: x gradients", limit]
     caption = (
-        "Most resident memory of a rank, less that of one plain process with the same tensors. Libraries: the part that "
-        "a tiny network has, too."
+        "Most resident memory of a rank, less that of one plain process with the same tensors. Libraries: the part "
+        "that a tiny network has, too."
     )
     return reporting.table("Memory on top", columns, rows, caption)
 

@@ -3,8 +3,9 @@
 sudo python benchmarks/training.py --out build/training --gbit 0.1
 
 Two hosts of one machine (`benchmarks/hosts.py`), one rank on each; the same weights, batches, steps and launcher for
-all. Horovod as it comes is `benchmarks/stock_gpt.py`, hvdplus is `examples/torch_gpt.py`. Seconds are those of
-training, without evaluations and start. OUT gets the logs, `training.json` and `training.png`.
+all. With `@STEPS` behind its name a codec that loses something is given more steps, which can still be fewer seconds.
+Horovod as it comes is `benchmarks/stock_gpt.py`, hvdplus is `examples/torch_gpt.py`. Seconds are those of training,
+without evaluations and start. OUT gets the logs, `training.json` and `training.png`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ HERE = Path(__file__).parent
 STOCK = ("horovod none", "horovod fp16")
 OURS = ("exact", "fp16", "int8", "int4", "ternary", "onebit", "topk:0.01", "powersgd:4")
 MEASURE = "horovod fp16"  # what all are compared with
+ONLY = f"who trains ({', '.join(STOCK + OURS)}); with @STEPS behind it, for so many steps"
 TIMEOUT = 1800.0  # seconds for one training
 
 Row = dict[str, Any]
@@ -39,7 +41,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for results, made if it is not there")
     parser.add_argument("--gbit", type=float, default=0.1, help="rate of the hosts' links, Gbit/s (%(default)s)")
-    parser.add_argument("--only", nargs="+", default=STOCK + OURS, help=f"who trains ({', '.join(STOCK + OURS)})")
+    parser.add_argument("--only", nargs="+", default=STOCK + OURS, help=ONLY)
     parser.add_argument("--launcher", choices=["mpirun", "horovodrun"], default="mpirun", help="(%(default)s)")
     parser.add_argument("--engine", choices=["horovod", "mpi"], default="horovod", help="hvdplus' own (%(default)s)")
     parser.add_argument("--fields", default="", help="fields of the strategy for all codecs, such as warmup_steps=10")
@@ -58,14 +60,16 @@ def arguments() -> argparse.Namespace:
 
 def program(name: str, args: argparse.Namespace, log: Path) -> list[str]:
     """Return the command line of one rank."""
-    kind, _, compression = name.partition(" ")
+    strategy, _, steps = name.partition("@")
+    kind, _, compression = strategy.partition(" ")
     if kind == "horovod":
         how = [str(HERE / "stock_gpt.py"), "--compression", compression]
     else:
-        strategy = ",".join(filter(None, (name, args.fields)))
+        strategy = ",".join(filter(None, (strategy, args.fields)))
         how = [str(HERE.parent / "examples" / "torch_gpt.py"), "--strategy", strategy]
-    names = ("size", "context", "batch", "steps", "lr", "seed")
+    names = ("size", "context", "batch", "lr", "seed")
     options = [part for option in names for part in (f"--{option}", str(getattr(args, option)))]
+    options += ["--steps", steps or str(args.steps)]
     often = ["--evaluate", str(max(1, args.steps // 20)), "--warmup", str(max(1, args.steps // 10))]
     return [sys.executable, *how, *options, *often, "--diary", str(log)]
 
