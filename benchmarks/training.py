@@ -4,8 +4,9 @@ sudo python benchmarks/training.py --out build/training --gbit 0.1
 
 Two hosts of one machine (`benchmarks/hosts.py`), one rank on each; the same weights, batches, steps and launcher for
 all. With `@STEPS` behind its name a codec that loses something is given more steps, which can still be fewer seconds.
-Horovod as it comes is `benchmarks/stock_gpt.py`, hvdplus is `examples/torch_gpt.py`. Seconds are those of training,
-without evaluations and start. OUT gets the logs, `training.json` and `training.png`.
+What is in OUT already, with the same settings, is not trained again. Horovod as it comes is `benchmarks/stock_gpt.py`,
+hvdplus is `examples/torch_gpt.py`. Seconds are those of training, without evaluations and start. OUT gets the logs,
+`training.json` and `training.png`.
 """
 
 from __future__ import annotations
@@ -138,6 +139,23 @@ def _summary(curve: list[Row], measure: list[Row] | None, within: float) -> Row:
     return summary
 
 
+def settings(args: argparse.Namespace) -> Row:
+    """Return what runs must have in common to be compared."""
+    return {key: value for key, value in vars(args).items() if key not in ("out", "only", "within")}
+
+
+def earlier(args: argparse.Namespace) -> dict[str, Row]:
+    """Return the runs that are in OUT already, with the same settings: what was stopped goes on where it was."""
+    file = args.out / "training.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    return {run["name"]: run for run in found.get("runs", [])} if found.get("settings") == settings(args) else {}
+
+
+def keep(rows: list[Row], args: argparse.Namespace) -> None:
+    """Write all runs into OUT."""
+    (args.out / "training.json").write_text(json.dumps({"settings": settings(args), "runs": rows}, indent=1))
+
+
 def show(rows: list[Row], args: argparse.Namespace) -> None:
     """Print the table."""
     near = f"{args.within:g} %"
@@ -181,14 +199,15 @@ def main() -> int:
         print(f"hosts cannot be made here: {reason}", file=sys.stderr)
         return 1
     args.out.mkdir(parents=True, exist_ok=True)
-    runs = []
+    runs = earlier(args)
     with Hosts(2, gbit=args.gbit) as hosts:
         for name in args.only:
-            print(f"{name} ...", flush=True)
-            runs.append(trained(name, hosts, args))
-    rows = compared(runs, args.within)
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
-    (args.out / "training.json").write_text(json.dumps({"settings": settings, "runs": rows}, indent=1))
+            if name not in runs:
+                print(f"{name} ...", flush=True)
+                runs[name] = trained(name, hosts, args)
+                keep(compared(list(runs.values()), args.within), args)
+    rows = compared(list(runs.values()), args.within)
+    keep(rows, args)
     show(rows, args)
     plot(rows, args)
     return 0
