@@ -16,6 +16,7 @@ import numpy.typing as npt
 A = TypeVar("A")
 
 NumPyArray: TypeAlias = npt.NDArray[Any]
+Numbers: TypeAlias = NumPyArray | Sequence[NumPyArray]  # in one array, or in pieces behind one another
 HostFunction: TypeAlias = Callable[..., None]
 
 

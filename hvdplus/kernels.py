@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdplus.arrays import SAMPLE, NumPyArray, NumPyArrays, quiet, sample_rank
+from hvdplus.arrays import SAMPLE, Numbers, NumPyArray, NumPyArrays, quiet, sample_rank
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-Numbers: TypeAlias = NumPyArray | Sequence[NumPyArray]  # in one array, or in pieces behind one another
 
 log = logging.getLogger("hvdplus")
 

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from hvdplus.arrays import Arrays, Cell, NumPyArray, NumPyArrays, Output
+from hvdplus.arrays import Arrays, Cell, Numbers, NumPyArray, NumPyArrays, Output
 from hvdplus.codecs.contract import Exchange, Outcome, Site
 from hvdplus.codecs.feedback import kept_before, left_in, stage
 from hvdplus.codecs.hashing import hashed
@@ -18,8 +18,6 @@ from hvdplus.collectives import AllReduce
 from hvdplus.errors import StrategyError
 
 A = TypeVar("A")
-
-Numbers: TypeAlias = NumPyArray | Sequence[NumPyArray]
 
 _NUMPY = NumPyArrays()
 
