@@ -21,8 +21,9 @@ print(server.accept()[0].recv(9).decode())
 SEND = "import socket, sys; socket.create_connection(('boxb', 5000), timeout=float(sys.argv[1])).sendall(b'hello')"
 
 HOLD = """
-import sys, time
+import signal, sys, time
 from hosts import Hosts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 with Hosts(2) as hosts:
     child = hosts.popen(hosts[1], ["sleep", "60"])
     print(hosts.folder, *(host.namespace for host in hosts), flush=True)
