@@ -23,11 +23,8 @@ class Cast:
     """
 
     dtype: str
+    reads_pieces = True
     lossy = False  # rounding to nearest loses 11 (fp16) or 8 (bf16) bits down: feedback rarely pays
-
-    def reads_pieces(self, feedback: bool) -> bool:
-        """Whether there is no residual, which would need more than host functions."""
-        return not feedback
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks in ``dtype``."""

@@ -88,18 +88,13 @@ class Codec(Protocol):
 
     Where it has more: ``lossy`` says whether error feedback helps it, ``serves(shape)`` whether it can take an
     array of this shape (as it lies in memory), which else travels exact, ``with_feedback`` makes it a
-    ``FeedbackCodec``, and ``reads_pieces(feedback)`` says whether host functions do all that it does to what it is
-    given (without or with feedback) where ``Arrays.hosts`` it: they read gradients, and write means, where those lie.
+    ``FeedbackCodec``, and ``reads_pieces`` says whether host functions do all that it (as a ``FeedbackCodec`` its
+    ``with_feedback``) does to what it is given where ``Arrays.hosts`` it: they read gradients, and write means, where
+    those lie.
     """
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Encode ``x`` (shape ``(n,)``, given up by the caller), ask for collectives, return the outcome."""
-
-
-def reads_pieces(codec: Codec, feedback: bool = False) -> bool:
-    """Whether a codec can take what lies in pieces."""
-    asked: Callable[[bool], bool] | None = getattr(codec, "reads_pieces", None)
-    return asked is not None and asked(feedback)
 
 
 @runtime_checkable
@@ -111,3 +106,8 @@ class FeedbackCodec(Codec, Protocol):
 
         Where the mean is not finite, the residual stays as it was.
         """
+
+
+def reads_pieces(codec: Codec) -> bool:
+    """Whether ``codec.exchange`` can take what lies in pieces; without its residual a ``FeedbackCodec`` cannot."""
+    return not isinstance(codec, FeedbackCodec) and getattr(codec, "reads_pieces", False)

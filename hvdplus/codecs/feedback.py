@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hvdplus.arrays import Arrays, Cell, Output
-from hvdplus.codecs.contract import Codec, Exchange, FeedbackCodec, Outcome, Site, reads_pieces
+from hvdplus.codecs.contract import Codec, Exchange, FeedbackCodec, Outcome, Site
 
 A = TypeVar("A")
 
@@ -22,9 +22,10 @@ class ErrorFeedback:
     inner: Codec
     lossy = True
 
-    def reads_pieces(self, feedback: bool) -> bool:
-        """Whether the codec inside does, and adds the residual itself."""
-        return isinstance(self.inner, FeedbackCodec) and reads_pieces(self.inner, feedback=True)
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether the codec inside adds the residual itself, and reads pieces as it does."""
+        return isinstance(self.inner, FeedbackCodec) and getattr(self.inner, "reads_pieces", False)
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Exchange ``x`` plus the residual, and keep what was not sent."""

@@ -35,14 +35,11 @@ class PowerSGD:
 
     rank: int
     lossy: ClassVar[bool] = True
+    reads_pieces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
             raise StrategyError(f"rank={self.rank!r} must be a whole number of at least 1, such as 4.")
-
-    def reads_pieces(self, feedback: bool) -> bool:
-        """Whether the residual, into which what is lost is written, is there."""
-        return feedback
 
     def serves(self, shape: Sequence[int]) -> bool:
         """Whether an array of this shape is a matrix that has a lower rank's worth to save; else it travels exact.

@@ -73,6 +73,7 @@ class Quantizer:
     step: ClassVar[int] = 1
     zero: ClassVar[int]
     lossy: ClassVar[bool] = True
+    reads_pieces: ClassVar[bool] = True
     kind: ClassVar[str]  # the compiled loop that finds the codes of a block
     limit: ClassVar[int] = 0
 
@@ -81,10 +82,6 @@ class Quantizer:
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1 or self.block % unit:
             multiple = f" and a multiple of {unit}, the numbers in a byte" if unit > 1 else ""
             raise StrategyError(f"block={self.block!r} must be a whole number of at least {unit}{multiple}.")
-
-    def reads_pieces(self, feedback: bool) -> bool:
-        """Whether the residual, into which what is lost is written, is there."""
-        return feedback
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks."""
@@ -241,9 +238,10 @@ class Whole(Quantizer):
         if self.rounding not in ("nearest", "stochastic"):
             raise StrategyError(f"rounding={self.rounding!r} must be 'nearest' or 'stochastic'.")
 
-    def reads_pieces(self, feedback: bool) -> bool:
-        """Whether the residual is there, and a loop that rounds."""
-        return feedback and self.rounding == "nearest"
+    @property
+    def reads_pieces(self) -> bool:  # type: ignore[override]
+        """Whether there is a loop that rounds so."""
+        return self.rounding == "nearest"
 
     def _fused(self, x: A, arrays: Arrays[A]) -> bool:
         return self.rounding == "nearest" and super()._fused(x, arrays)

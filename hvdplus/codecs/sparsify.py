@@ -31,6 +31,7 @@ class Sparse:
 
     ratio: float
     lossy: ClassVar[bool] = True
+    reads_pieces: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
@@ -38,10 +39,6 @@ class Sparse:
             raise StrategyError(
                 f"ratio={self.ratio!r} must be above 0 and at most 1, such as 0.01 for one in a hundred."
             )
-
-    def reads_pieces(self, feedback: bool) -> bool:
-        """Whether the residual, into which what is lost is written, is there."""
-        return feedback
 
     def kept(self, count: int) -> int:
         """How many of ``count`` numbers travel; the same on all ranks.
