@@ -71,8 +71,18 @@ _MAGNITUDE = 0x7FFFFFFF  # all bits of an fp32 but its sign; as integers they or
 
 
 def table(x: Numbers) -> tuple[NumPyArray, NumPyArray]:
-    """Return the addresses (uint64) and ends (int64) of fp32 pieces, or of one array."""
+    """Return the addresses (uint64) and ends (int64) of fp32 pieces, or of one array.
+
+    Raises:
+        ValueError: one is not fp32 without gaps, which loops over addresses would not notice.
+    """
     pieces = [x] if isinstance(x, np.ndarray) else x
+    for piece in pieces:
+        if piece.dtype != np.float32 or not piece.flags.c_contiguous:
+            raise ValueError(
+                f"a piece has dtype {piece.dtype} and strides {piece.strides}; loops take float32 without gaps: "
+                "copy it with numpy.ascontiguousarray(piece, numpy.float32)."
+            )
     addresses = np.array([piece.__array_interface__["data"][0] for piece in pieces], np.uint64)
     return addresses, np.cumsum([piece.size for piece in pieces], dtype=np.int64)
 

@@ -113,3 +113,9 @@ def test_without_numba_array_operations_do_it_and_it_is_said_once(monkeypatch, c
     ]
     for mine, theirs in zip(found, path("int8", REFERENCE, steps), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("piece", [np.zeros(8, np.float32)[::2], np.zeros(4), np.zeros((2, 2), np.float32).T])
+def test_what_loops_over_addresses_would_misread_is_refused(piece):
+    with pytest.raises(ValueError, match="float32 without gaps"):
+        kernels.table([np.zeros(3, np.float32), piece])
