@@ -13,7 +13,7 @@ from protocol import Turn
 
 PLAIN = "plain/local/none"
 CONTENDERS = (
-    *(f"hvdplus/mpi4py/{codec}" for codec in ("exact", "int8", "onebit", "topk:0.01", "powersgd:4")),
+    *(f"hvdplus/mpi4py/{codec}" for codec in ("exact", "fp16", "int8", "onebit", "topk:0.01", "powersgd:4")),
     "hvdplus/gloo/onebit",
     "ddp/gloo/fp16",
 )

@@ -7,7 +7,6 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from hvdplus.arrays import NumPyArray
 
 _ALIGNMENT = 64  # bytes; TensorFlow copies an array that begins elsewhere
 _LARGE = 2**20  # bytes from which an allocator gives memory back to the system, where asking for it anew is slow
+_SLACK = 2  # memory so many times as large as needed is lent
 
 
 class Pool:
@@ -26,7 +26,7 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self._free: list[mmap.mmap] = []
 
     def lend(self, shape: Sequence[int], dtype: str) -> NumPyArray:
         """Return an array of this shape and dtype; what is in it is anything."""
@@ -36,14 +36,19 @@ class Pool:
 
     def _pages(self, size: int) -> Any:
         """Return memory that comes back when it and all arrays in it are gone."""
-        free = self._free[size]
-        try:
-            pages = free.pop()  # in one step: ops of a graph run side by side
-        except IndexError:
-            pages = _new_pages(size)
+        pages = self._fitting(size) or _new_pages(size)
         memory = (ctypes.c_char * size).from_buffer(pages)
-        weakref.finalize(memory, free.append, pages).atexit = False
+        weakref.finalize(memory, self._free.append, pages).atexit = False
         return memory
+
+    def _fitting(self, size: int) -> mmap.mmap | None:
+        """Take the smallest free memory that is large enough and not much too large: buckets are of many sizes."""
+        while fitting := [pages for pages in self._free.copy() if size <= len(pages) <= _SLACK * size]:
+            best = min(fitting, key=len)
+            with contextlib.suppress(ValueError):  # ops of a graph run side by side: another took it
+                self._free.remove(best)
+                return best
+        return None
 
 
 def _new_pages(size: int) -> mmap.mmap:

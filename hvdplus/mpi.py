@@ -92,7 +92,8 @@ class MpiCollectives:
             return _Flying(self._comm.Iallreduce(_mpi().IN_PLACE, value), value, value)
         if isinstance(request, AllGather):
             answer = self._pool.lend((self.size, *value.shape), value.dtype.name)
-            return _Flying(self._comm.Iallgather(value, answer), answer, value)
+            answer[self.rank] = value  # MPI would copy it, too, and want the value's memory until all is there
+            return _Flying(self._comm.Iallgather(_mpi().IN_PLACE, answer), answer, answer)
         if isinstance(request, AllToAll):
             answer = self._pool.lend(value.shape, value.dtype.name)
             return _Flying(self._comm.Ialltoall(value, answer), answer, value)

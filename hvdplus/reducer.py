@@ -124,7 +124,14 @@ class Reducer(Generic[A]):
         self._exact = codecs.make("exact")
         self._codecs = [_with_feedback(codecs.make(b.codec), strategy.feedback) for b in plan.buckets]
         self._sites = [self._site(bucket, new_cell) for bucket in plan.buckets]
+        self._sampled = self._turns()
         self._flights: list[_Flight[A]] = []
+
+    def _turns(self) -> list[list[int]]:
+        """Return which buckets are measured together: residuals tell of all at once, without them it takes copies."""
+        lossy = [bucket.index for bucket in self.plan.buckets if bucket.codec != "exact"]
+        kept = [index for index in lossy if isinstance(self._codecs[index], ErrorFeedback)]
+        return [[*kept, index] for index in lossy if index not in kept] or [kept]
 
     def _site(self, bucket: Bucket, new_cell: Callable[[str, int, str], Cell[A]] | None) -> Site[A]:
         return Site(
@@ -174,7 +181,8 @@ class Reducer(Generic[A]):
         site.step = self.stats.steps
         if site.step < self._strategy.warmup_steps:
             return self._exact, False
-        return self._codecs[bucket.index], bucket.codec != "exact" and site.step % SAMPLE_EVERY == 0
+        turn, rest = divmod(self.stats.steps, SAMPLE_EVERY)
+        return self._codecs[bucket.index], rest == 0 and bucket.index in self._sampled[turn % len(self._sampled)]
 
     def nudge(self) -> None:
         """Move the bytes of requests that move only when they are asked for; call it often while there is work."""

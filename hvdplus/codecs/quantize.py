@@ -93,12 +93,14 @@ class Quantizer:
         grid = Grid.of(count, 1 if gathers(site) else site.size, self.block, 8 // self.bits)
         wire, lost = self._encoded(x, residual, count, grid, site, 0)
         sent = self._sent(wire, x, grid, arrays) if site.keep_sent else None
+        message = [wire]
+        del wire  # what is on its way takes memory in every bucket: hold no more of it than the engine does
         if gathers(site):
-            rows = yield AllGather(arrays.flat(wire))
+            rows = yield AllGather(arrays.flat(message.pop()))
             mean, alarm = self._averaged(rows, count, grid, x, arrays)
         else:
             server = site.cell("server", grid.chunk) if site.feedback else None
-            everyone = yield from two_phase(wire, lambda rows: self._recoded(rows, server, grid, site), site)
+            everyone = yield from two_phase(message.pop(), lambda rows: self._recoded(rows, server, grid, site))
             mean, alarm = self._strung(everyone, count, grid, x, arrays)
             if server is not None:
                 stage(server, server.staged, alarm, arrays)

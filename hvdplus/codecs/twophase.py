@@ -23,19 +23,20 @@ def gathers(site: Site[A]) -> bool:
     return site.size <= 2
 
 
-def two_phase(chunks: A, average: Callable[[A], A], site: Site[A]) -> Generator[Request[A], Any, A]:
+def two_phase(chunks: A, average: Callable[[A], A]) -> Generator[Request[A], Any, A]:
     """Have every rank average one chunk of everybody's message.
 
     Args:
         chunks: encoded, shape ``(ranks, m)``; row i belongs to rank i.
         average: turns the rows that arrive here, ``(ranks, m)``, into their average, encoded, ``(m',)``.
-        site: where it happens.
 
     Returns:
         All averages, ``(ranks, m')``; row i is rank i's.
     """
-    mine = yield AllToAll(chunks)
-    everyone: A = yield AllGather(average(mine))
+    chunks = yield AllToAll(chunks)
+    averages = [average(chunks)]
+    del chunks  # all buckets wait here: hold no more memory than the engine does
+    everyone: A = yield AllGather(averages.pop())
     return everyone
 
 
@@ -49,15 +50,17 @@ def averaged_cast(x: A, dtype: str, site: Site[A], divide: bool = False) -> Exch
     share, rest = (1.0 / site.size, 1.0) if divide else (1.0, 1.0 / site.size)
     wire = _bits(x, dtype, share, arrays)
     sent = arrays.scaled(arrays.from_bits(wire, dtype, full), 1.0 / share) if site.keep_sent else None
+    message = [wire]
+    del wire
     if gathers(site):
-        rows = yield AllGather(wire)
+        rows = yield AllGather(message.pop())
         return Outcome(_numbers(rows, dtype, rest, x, arrays), sent)
     wide = full if full == "float64" else "float32"
 
     def average(rows: A) -> A:
         return arrays.to_bits(arrays.sum_rows(arrays.scaled(arrays.from_bits(rows, dtype, wide), rest)), dtype)
 
-    everyone = yield from two_phase(arrays.rows(wire, site.size), average, site)
+    everyone = yield from two_phase(arrays.rows(message.pop(), site.size), average)
     averages = arrays.shaped(arrays.head(arrays.flat(everyone), count), (1, count))
     return Outcome(_numbers(averages, dtype, 1.0, x, arrays), sent)
 

@@ -9,6 +9,8 @@ import torch
 from hvdplus.arrays import RIDGE, SAMPLE, HostFunction, NumPyArray, Output, sample_rank
 from hvdplus.memory import Pool
 
+_PART = 2**16  # numbers that are looked at together
+
 _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -98,11 +100,15 @@ class TorchArrays:
         return x - y
 
     def norm(self, x: torch.Tensor) -> float:
-        """The Euclidean norm, part by part: torch makes copies in fp64."""
+        """The Euclidean norm, part by part in the same memory: torch would make copies in fp64."""
         tensors = x.tensors if isinstance(x, Pieces) else [x.reshape(-1)]
-        parts = [part for tensor in tensors for part in tensor.split(2**17)]
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        wide = torch.empty(_PART, dtype=torch.float64, device=x.device)
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        for tensor in tensors:
+            for part in tensor.split(_PART):
+                numbers = wide[: part.numel()].copy_(part)
+                total += numbers @ numbers
+        return float(total.sqrt())
 
     def all_finite(self, x: torch.Tensor) -> bool:
         """Whether no element is infinite or NaN."""

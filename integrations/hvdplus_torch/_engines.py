@@ -154,7 +154,7 @@ class HostBridge:
 
     def start(self, request: Request[torch.Tensor], name: str) -> Pending[torch.Tensor]:
         """Post ``request`` on host memory."""
-        value = request.value.detach().contiguous()
+        value, device = request.value.detach().contiguous(), request.value.device
         host = value.cpu().numpy()
         lent: Request[Any] = replace(request, value=host)  # type: ignore[arg-type]
-        return Mapped(self.inner.start(lent, name), lambda array: torch.from_numpy(array).to(value.device))
+        return Mapped(self.inner.start(lent, name), lambda array: torch.from_numpy(array).to(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -555,3 +556,31 @@ def test_numbers_beside_filling_have_their_own_scale(spec, size):
         outcomes = lockstep(spec, inputs, sites=sites)
         assert outcomes[0].sent.tolist() == outcomes[0].mean.tolist() == inputs[0].tolist()
     assert not server_of(sites, 24).any()  # nor is anything kept of what is filling
+
+
+def owner(array):
+    """What the memory of an array, or of one it is a part of, belongs to."""
+    return array if array.base is None else owner(array.base)
+
+
+@pytest.mark.parametrize("spec", ["bf16", "int8", "int4", "ternary", "onebit"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_codec_holds_no_message_whose_memory_the_engine_has_no_use_for(spec, size):
+    site = Wire(size, halves=False).sites()[0]
+    site.keep_sent = False
+    given = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    exchange = codecs.make(spec).exchange(given, site)
+    request, phases = next(exchange), 1 if size == 2 else 2
+    for phase in range(phases):
+        message = weakref.ref(owner(request.value))
+        rows = request.value if request.value.ndim == 2 else np.stack([request.value] * size)
+        del request
+        assert (message() is None) == (phase == phases - 1), "only chunks are read until all of them are there"
+        if phase == phases - 1:
+            break
+        request = exchange.send(rows.copy())
+        del rows
+        assert message() is None, "nobody reads chunks any more"
+    with pytest.raises(StopIteration) as end:
+        exchange.send(rows)
+    assert np.isfinite(end.value.value.mean).all()

@@ -294,8 +294,8 @@ def test_exact_costs_what_is_dense():
     assert stats[0].bytes_sent == stats[0].bytes_dense
 
 
-def relative_error(strategy, steps=1, first=0, change=None):
-    _, stats, _ = run(2, strategy, steps, first=first, change=change)
+def relative_error(strategy, steps=1, first=0, change=None, model=MODEL):
+    _, stats, _ = run(2, strategy, steps, model, first=first, change=change)
     return stats[0].relative_error
 
 
@@ -305,6 +305,19 @@ def test_relative_error_is_sampled():
     assert relative_error(Strategy("fp16", **SMALL), steps=99, first=1) is None
     assert 1e-5 < relative_error(Strategy("fp16", **SMALL), steps=100, first=1) < 1e-3
     assert relative_error(Strategy("fp16", warmup_steps=101, **SMALL), steps=2, first=99) is None
+
+
+def test_without_residuals_one_bucket_is_copied_to_be_measured_and_with_them_none(monkeypatch):
+    copied, copy = [], NumPyArrays.copy
+    monkeypatch.setattr(NumPyArrays, "copy", lambda self, x: copied.append(x.size) or copy(self, x))
+    model = [Parameter(f"layer{n}", (n,), "float32") for n in (301, 302, 303)]
+    for turn in range(6):
+        copied.clear()
+        assert 1e-5 < relative_error(Strategy("fp16", **SMALL), first=100 * turn, model=model) < 1e-3
+        assert copied == [[303, 302, 301][turn % 3]] * 2, "once on each rank"
+    copied.clear()
+    assert relative_error(Strategy("int8", **SMALL)) > 0
+    assert not copied
 
 
 def test_relative_error_survives_a_step_that_is_not_finite():
