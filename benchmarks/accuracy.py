@@ -21,6 +21,7 @@ from statistics import mean
 from typing import Any
 
 import matplotlib
+import reporting
 from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +33,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "torch_gpt.py"
 # Codec, and by how many percent its loss may end above exact's.
 ALLOWED = {"int8": 0.3, "int4": 0.7, "ternary": 2.0, "onebit": 4.0, "powersgd:16": 1.0}
 OTHERS = ("fp16", "bf16", "powersgd:4", "topk:0.05", "topk:0.01", "randomk:0.05", "randomk:0.01")
-BLOCKS = (64, 128, 256, 512)
+BLOCKS = (32, 64, 128, 256, 512)
 SWEPT = ("onebit", "ternary", "int4")
 MORE_RANKS = 4
 AS_THEY_ARE = ("exact", "fp16", "bf16")  # codecs that need no dense steps first
@@ -80,7 +81,7 @@ def jobs(seeds: Sequence[int], dense: int) -> Iterator[Job]:
     yield from (job(codec, first, dense) for codec in ("exact", *ALLOWED, *OTHERS))
     yield from (job(codec, seed, dense) for seed in more for codec in ("exact", *ALLOWED))
     yield from (job(codec, first, dense, MORE_RANKS) for codec in ("exact", *SWEPT, "int8"))
-    yield from (job(spec, first, dense) for codec in SWEPT for spec in other_blocks(codec))
+    yield from (job(spec, seed, dense) for seed in seeds for codec in SWEPT for spec in other_blocks(codec))
     yield from (job("topk:0.01", first, times * dense) for times in (0, 3))
     yield from (job(codec, seed, dense) for seed in more for codec in OTHERS)
     yield from (job(codec, first, 0) for codec in ALLOWED)
@@ -91,7 +92,7 @@ def other_blocks(codec: str) -> list[str]:
 
     Example:
         >>> other_blocks("int4")
-        ['int4:64', 'int4:256', 'int4:512']
+        ['int4:32', 'int4:64', 'int4:256', 'int4:512']
     """
     return [spec for block in BLOCKS if codecs.make(spec := f"{codec}:{block}") != codecs.make(codec)]
 
@@ -127,7 +128,8 @@ def run(job: Job, common: Row, out: Path) -> bool:
     words(job, out).unlink()
     curve = [json.loads(line) for line in log.read_text().splitlines()]
     with (out / "results.jsonl").open("a") as file:
-        print(json.dumps(asdict(job) | {"settings": common, "curve": curve}), file=file)
+        line = asdict(job) | {"settings": common, "machine": reporting.in_words(reporting.machine()), "curve": curve}
+        print(json.dumps(line), file=file)
     return True
 
 
@@ -136,13 +138,17 @@ def words(job: Job, out: Path) -> Path:
     return out / f"{job.codec.replace(':', '-')}-seed{job.seed}-ranks{job.ranks}-dense{job.dense}.txt"
 
 
-def results(out: Path, common: Row) -> dict[Job, list[Row]]:
-    """Return the curves of the finished runs that had the same settings."""
+def lines(out: Path, common: Row) -> list[Row]:
+    """Return what is known of the finished runs that had the same settings."""
     file = out / "results.jsonl"
-    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else iter(())
+    rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [row for row in rows if row["settings"] == common]
+
+
+def results(out: Path, common: Row) -> dict[Job, list[Row]]:
+    """Return the curves of those runs."""
     names = ("codec", "seed", "ranks", "dense")
-    rows: list[Row] = list(lines)
-    return {Job(*(row[name] for name in names)): row["curve"] for row in rows if row["settings"] == common}
+    return {Job(*(row[name] for name in names)): row["curve"] for row in lines(out, common)}
 
 
 # -- what came of it
@@ -191,13 +197,15 @@ COLUMNS = ("codec", "ranks", "dense steps", "MB a step", "loss", "% above exact"
 
 def write(rows: list[Row], common: Row, out: Path) -> None:
     """Print the table, and write it as JSON, Markdown and a plot."""
+    machines = list(dict.fromkeys(line["machine"] for line in lines(out, common)))
     table = Table(*COLUMNS, title=f"Validation loss after {common['steps']} steps")
     for row in rows:
         table.add_row(*cells(row))
     Console(width=110).print(table)
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows)]
-    (out / "accuracy.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
-    (out / "accuracy.json").write_text(json.dumps({"settings": common, "rows": rows}, indent=1))
+    page = [f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows))]
+    page += ["", f"{common['size']} parameters, {common['steps']} steps; {'; '.join(machines)}."]
+    (out / "accuracy.md").write_text("\n".join(page) + "\n")
+    (out / "accuracy.json").write_text(json.dumps({"settings": common, "machines": machines, "rows": rows}, indent=1))
     plot(rows, out / "accuracy.png")
 
 

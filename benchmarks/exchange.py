@@ -146,21 +146,23 @@ def progress_line() -> Progress:
 
 
 def report(plan: Plan, rates: Sequence[Rate], memories: Sequence[Memory], out: Path, took: float) -> None:
-    """Print tables, and write JSON and plots."""
-    machine = reporting.machine()
+    """Print tables, and write them, JSON and plots."""
+    machine, page = reporting.machine(), reporting.Report(console)
     verdicts: list[targets.Verdict] = []
     for rate in rates:
         exchange_report.failures(rate, console)
         if rate.medians():
-            console.print(exchange_report.times(rate, plan.work))
+            page.say(exchange_report.times(rate, plan.work))
             exchange_report.draw(rate, plan.work, out / f"{stem(plan, rate)}.png", reporting.in_words(machine))
         if (plan.work, plan.hosts, rate.asked) == (targets.WORK, targets.HOSTS, targets.GBIT):
             verdicts = targets.verdicts(rate.medians())
     if memories:
-        console.print(exchange_report.memories(memories))
+        page.say(exchange_report.memories(memories))
     if verdicts:
-        console.print(exchange_report.judged(verdicts))
+        page.say(exchange_report.judged(verdicts))
+    page.say(f"{plan.hosts} hosts on one machine: {reporting.in_words(machine)}; {took / 60:.1f} minutes.")
     path = out / f"exchange-{plan.work}-{plan.hosts}hosts.json"
+    page.write(path.with_suffix(".txt"))
     about = {"benchmark": "exchange", "machine": machine, "versions": reporting.versions(), "seconds": took}
     found = {
         "rates": [asdict(rate) for rate in rates],
@@ -168,7 +170,7 @@ def report(plan: Plan, rates: Sequence[Rate], memories: Sequence[Memory], out: P
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
     reporting.write_json(path, {**about, "plan": asdict(plan), **found})
-    console.print(f"{reporting.in_words(machine)}; {took / 60:.1f} minutes; written to {path}")
+    console.print(f"Written to {path}, the tables beside it as text.")
 
 
 def parse_rate(text: str) -> float | None:
@@ -199,7 +201,7 @@ def main(
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them that are not timed.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="How often all contenders take their turn.")] = 3,
     seconds: Annotated[float, typer.Option(help="No further step of a turn begins after these.")] = 6.0,
-    out: Annotated[Path, typer.Option(help="Where JSON and plots go.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Where tables, JSON and plots go.")] = RESULTS,
     with_memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure memory, too.")] = True,
     quick: Annotated[bool, typer.Option(help="One round of two steps, and no memory: does everything work?")] = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.box import SIMPLE
+from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +96,25 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], cap
     for row in rows:
         made.add_row(*row)
     return made
+
+
+class Report:
+    """Prints tables, and keeps what it printed for a file; sentences may be put between them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._page = Console(width=120, record=True, file=io.StringIO())
+
+    def say(self, what: Table | str) -> None:
+        """Print a table or a sentence."""
+        for console in (self._console, self._page):
+            console.print(what, highlight=False)
+
+    def write(self, path: Path) -> None:
+        """Write all of it as plain text."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line.rstrip() for line in self._page.export_text().splitlines()]
+        path.write_text("\n".join(lines) + "\n")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

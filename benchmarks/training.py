@@ -6,7 +6,7 @@ Two hosts of one machine (`benchmarks/hosts.py`), one rank on each; the same wei
 all. With `@STEPS` behind its name a codec that loses something is given more steps, which can still be fewer seconds.
 What is in OUT already, with the same settings, is not trained again. Horovod as it comes is `benchmarks/stock_gpt.py`,
 hvdplus is `examples/torch_gpt.py`. Seconds are those of training, without evaluations and start. OUT gets the logs,
-`training.json` and `training.png`.
+`training.json`, `training.txt` and `training.png`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import reporting
 from hosts import INTERFACE, Host, Hosts, HostsError, supported
 from matplotlib import pyplot
 from rich.console import Console
@@ -93,7 +94,8 @@ def trained(name: str, hosts: Hosts, args: argparse.Namespace) -> Row:
     if ended.returncode:
         raise HostsError(f"{name} ended with {ended.returncode}: {ended.stdout[-2000:]}")
     curve = [json.loads(text) for text in log.read_text().splitlines()]
-    return {"name": name, "curve": curve, "wire_bytes": sent_by(hosts, first) - before}
+    machine = reporting.in_words(reporting.machine())
+    return {"name": name, "curve": curve, "wire_bytes": sent_by(hosts, first) - before, "machine": machine}
 
 
 def sent_by(hosts: Hosts, host: Host) -> int:
@@ -157,7 +159,7 @@ def keep(rows: list[Row], args: argparse.Namespace) -> None:
 
 
 def show(rows: list[Row], args: argparse.Namespace) -> None:
-    """Print the table."""
+    """Print the table, and write it."""
     near = f"{args.within:g} %"
     table = Table(
         "", "MB sent", "s a step", "loss", "% above", "s to it", "sooner", f"s to {near}", "sooner",
@@ -170,7 +172,10 @@ def show(rows: list[Row], args: argparse.Namespace) -> None:
             _text(row, "same_seconds", ".1f"), _text(row, "same_ratio", ".2f"),
             _text(row, "near_seconds", ".1f"), _text(row, "near_ratio", ".2f"),
         )  # fmt: skip
-    Console(width=110).print(table)
+    page = reporting.Report(Console(width=110))
+    page.say(table)
+    page.say(f"Two hosts on one machine: {'; '.join(dict.fromkeys(row['machine'] for row in rows))}.")
+    page.write(args.out / "training.txt")
 
 
 def _text(row: Row, key: str, form: str) -> str:

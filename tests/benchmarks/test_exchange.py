@@ -118,6 +118,9 @@ def test_it_measures_exchanges_and_goes_on_after_one_that_fails(tmp_path):
     assert trials["hvdplus/mpi4py/exact"]["sent"][0] > size  # headers and all
     assert 0 < trials["hvdplus/mpi4py/onebit"]["sent"][0] < size / 2
     assert list(tmp_path.glob("*.png"))
+    page = (tmp_path / "exchange-tiny-2hosts.txt").read_text()
+    assert "hvdplus/mpi4py/onebit" in page
+    assert str(found["machine"]["cpu"]) in page
 
 
 def test_memory_is_judged_by_multiples_of_the_gradients():

@@ -56,7 +56,7 @@ def test_a_run_is_made_once_and_only_what_failed_again(tmp_path, monkeypatch):
         made.append(job)
         if job == bad and made.count(job) == 1:
             return False
-        line = accuracy.asdict(job) | {"settings": common, "curve": curve(2.0, bytes_sent=10)}
+        line = accuracy.asdict(job) | {"settings": common, "machine": "a box", "curve": curve(2.0, bytes_sent=10)}
         with (out / "results.jsonl").open("a") as file:
             print(json.dumps(line), file=file)
         return True
@@ -66,6 +66,7 @@ def test_a_run_is_made_once_and_only_what_failed_again(tmp_path, monkeypatch):
     assert (accuracy.main(), len(made)) == (1, len(list(accuracy.jobs([1], 30))))
     assert (accuracy.main(), made[-1], made.count(bad)) == (0, bad, 2)
     assert all((tmp_path / name).stat().st_size for name in ("accuracy.json", "accuracy.md", "accuracy.png"))
+    assert "a box." in (tmp_path / "accuracy.md").read_text()
 
     monkeypatch.setattr("sys.argv", ["accuracy.py", "--out", str(tmp_path), "--seeds", "1", "--steps", "60"])
     before = len(made)
