@@ -65,10 +65,11 @@ class Quantizer:
 
     Two ranks send each other everything. More send every other one that rank's chunk, codes and scales in one message;
     each decodes what it got, averages in fp32, adds what it lost there before (its *server* residual) and sends the
-    average encoded to all.
+    average encoded to all: in the same codec, or in the finer one that ``averages`` names.
     """
 
     block: int
+    averages: str = ""
     bits: ClassVar[int]
     step: ClassVar[int] = 1
     zero: ClassVar[int]
@@ -82,6 +83,18 @@ class Quantizer:
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1 or self.block % unit:
             multiple = f" and a multiple of {unit}, the numbers in a byte" if unit > 1 else ""
             raise StrategyError(f"block={self.block!r} must be a whole number of at least {unit}{multiple}.")
+        if self.averages not in ("", *self._finer()):
+            known = " or ".join(map(repr, self._finer())) or "left out, since no codec is finer"
+            raise StrategyError(f"averages={self.averages!r} must be {known}.")
+
+    def _finer(self) -> list[str]:
+        """Return the codecs whose codes have more bits."""
+        return [name for name, kind in _KINDS.items() if kind.bits > self.bits]
+
+    @property
+    def _second(self) -> Quantizer:
+        """The codec of averages; its blocks are this one's."""
+        return _KINDS[self.averages](self.block) if self.averages else self
 
     def exchange(self, x: A, site: Site[A]) -> Exchange[A]:
         """Average ``x`` over the ranks."""
@@ -101,7 +114,7 @@ class Quantizer:
         else:
             server = site.cell("server", grid.chunk) if site.feedback else None
             everyone = yield from two_phase(message.pop(), lambda rows: self._recoded(rows, server, grid, site))
-            mean, alarm = self._strung(everyone, count, grid, x, arrays)
+            mean, alarm = self._second._strung(everyone, count, grid, x, arrays)
             if server is not None:
                 stage(server, server.staged, alarm, arrays)
         stage(residual, lost, alarm, arrays)
@@ -148,7 +161,7 @@ class Quantizer:
         arrays, real = site.arrays, grid.real(site.rank)
         average, _ = self._averaged(rows, grid.chunk, grid, arrays.zeros(0, "float32"), arrays)
         average = arrays.padded(arrays.head(average, real), grid.chunk)
-        wire, lost = self._encoded(average, server, real, grid, site, 1)
+        wire, lost = self._second._encoded(average, server, real, grid, site, 1)
         if server is not None:
             server.write(arrays.padded(arrays.head(lost, real), grid.chunk))
         return arrays.flat(wire)
@@ -330,6 +343,9 @@ class OneBit(Quantizer):
         arrays = site.arrays
         scales = _average(arrays.absolute(blocks), real, arrays)
         return arrays.to_bits(scales, _SCALE), arrays.at_least(blocks, arrays.zeros(1, "float32"))
+
+
+_KINDS: dict[str, type[Quantizer]] = {"ternary": Ternary, "int4": Int4, "int8": Int8}  # what averages may travel in
 
 
 def _scales(bits: A, arrays: Arrays[A]) -> A:

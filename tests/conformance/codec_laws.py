@@ -53,6 +53,8 @@ LAWS = {
     "int4:block=8": Law(**ADDED, wire=0.5 + 2 / 8, row=6),
     "ternary": Law(**ADDED, wire=0.25 + 2 / 64, row=18, growth=40),
     "onebit": Law(**ADDED, wire=0.125 + 2 / 64, row=10, growth=80),
+    "onebit:averages=int4": Law(**ADDED, wire=0.5 + 2 / 64, row=34, growth=40),
+    "ternary:16,averages=int8": Law(**ADDED, wire=1 + 2 / 16, row=18, growth=40),
     "onebit:8": Law(**ADDED, wire=0.125 + 2 / 8, row=3, growth=40),
     "topk:0.3": Law(**ADDED, wire=8 * 0.3, row=0, growth=12, dense=False, gathers=True),
     "randomk:0.3": Law(**ADDED, wire=4 * 0.3, row=0, growth=40, dense=False),

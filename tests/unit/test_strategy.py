@@ -64,6 +64,8 @@ REFUSED = {
     "block": ({"codec": "int8:0"}, "block=0 must be a whole number of at least 1."),
     "block word": ({"codec": "int8:block=large"}, "block='large' must be a whole number of at least 1."),
     "block odd": ({"codec": "int4:block=33"}, "block=33 must be a whole number of at least 2 and a multiple of 2"),
+    "averages": ({"codec": "onebit:averages=onebit"}, "averages='onebit' must be 'ternary' or 'int4' or 'int8'."),
+    "averages in no finer": ({"codec": "int8:averages=int4"}, "averages='int4' must be left out, since no codec is"),
     "block bits": ({"codec": "onebit:12"}, "block=12 must be a whole number of at least 8 and a multiple of 8"),
     "rounding": ({"codec": "int4:rounding=up"}, "rounding='up' must be 'nearest' or 'stochastic'."),
     "rounding of signs": ({"codec": "onebit:rounding=nearest"}, "does not fit codec 'onebit'"),
