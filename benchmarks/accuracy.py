@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, mode
 from typing import Any
 
 import matplotlib
@@ -33,6 +33,8 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "torch_gpt.py"
 # Codec, and by how many percent its loss may end above exact's.
 ALLOWED = {"int8": 0.3, "int4": 0.7, "ternary": 2.0, "onebit": 4.0, "powersgd:16": 1.0}
 OTHERS = ("fp16", "bf16", "powersgd:4", "topk:0.05", "topk:0.01", "randomk:0.05", "randomk:0.01")
+WITHOUT_MOMENTUM = ("exact", "topk:0.05", "topk:0.01", "topk:0.001", "randomk:0.01", "onebit", "powersgd:4")
+FINER_AVERAGES = ("onebit:averages=ternary", "onebit:averages=int4", "ternary:averages=int4")
 BLOCKS = (32, 64, 128, 256, 512)
 SWEPT = ("onebit", "ternary", "int4")
 MORE_RANKS = 4
@@ -49,6 +51,7 @@ class Job:
     seed: int
     ranks: int
     dense: int  # first steps that travel exact
+    momentum: float = 0.9  # AdamW's first beta after those
 
     @property
     def strategy(self) -> str:
@@ -82,7 +85,9 @@ def jobs(seeds: Sequence[int], dense: int) -> Iterator[Job]:
     yield from (job(codec, seed, dense) for seed in more for codec in ("exact", *ALLOWED))
     yield from (job(codec, first, dense, MORE_RANKS) for codec in ("exact", *SWEPT, "int8"))
     yield from (job(spec, seed, dense) for seed in seeds for codec in SWEPT for spec in other_blocks(codec))
+    yield from (Job(codec, seed, 2, dense, 0.0) for seed in seeds for codec in WITHOUT_MOMENTUM)
     yield from (job("topk:0.01", first, times * dense) for times in (0, 3))
+    yield from (job(spec, first, dense, MORE_RANKS) for spec in FINER_AVERAGES)
     yield from (job(codec, seed, dense) for seed in more for codec in OTHERS)
     yield from (job(codec, first, 0) for codec in ALLOWED)
 
@@ -113,6 +118,7 @@ def command(job: Job, common: Row, log: Path) -> list[str]:
     options = [part for name, value in common.items() for part in (f"--{name}", str(value))]
     launcher = ["mpirun", "-np", str(job.ranks), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
     program = [sys.executable, str(EXAMPLE), "--strategy", job.strategy, "--seed", str(job.seed), "--diary", str(log)]
+    program += ["--momentum", str(job.momentum)]
     return [*launcher, *program, *options]
 
 
@@ -135,7 +141,7 @@ def run(job: Job, common: Row, out: Path) -> bool:
 
 def words(job: Job, out: Path) -> Path:
     """Return where a run's output goes; of runs that went well it is not kept."""
-    return out / f"{job.codec.replace(':', '-')}-seed{job.seed}-ranks{job.ranks}-dense{job.dense}.txt"
+    return out / f"{job.codec.replace(':', '-')}-seed{job.seed}-ranks{job.ranks}-dense{job.dense}-{job.momentum}.txt"
 
 
 def lines(out: Path, common: Row) -> list[Row]:
@@ -147,28 +153,33 @@ def lines(out: Path, common: Row) -> list[Row]:
 
 def results(out: Path, common: Row) -> dict[Job, list[Row]]:
     """Return the curves of those runs."""
-    names = ("codec", "seed", "ranks", "dense")
+    names = ("codec", "seed", "ranks", "dense", "momentum")
     return {Job(*(row[name] for name in names)): row["curve"] for row in lines(out, common)}
 
 
 # -- what came of it
 
 
+def measure(job: Job) -> Job:
+    """Return the run that a job is compared with."""
+    return Job("exact", job.seed, job.ranks, 0)
+
+
 def report(found: dict[Job, list[Row]]) -> list[Row]:
     """Return a row for each codec, number of ranks and of dense steps, compared seed by seed with exact's runs."""
-    exact = {(job.seed, job.ranks): curve[-1]["loss"] for job, curve in found.items() if job.codec == "exact"}
-    groups: dict[tuple[str, int, int], dict[int, list[Row]]] = {}
+    exact = {(job.seed, job.ranks): curve[-1]["loss"] for job, curve in found.items() if job == measure(job)}
+    groups: dict[tuple[str, int, int, float], dict[int, list[Row]]] = {}
     for job, curve in found.items():
         if (job.seed, job.ranks) in exact:
-            groups.setdefault((job.codec, job.ranks, job.dense), {})[job.seed] = curve
+            groups.setdefault((job.codec, job.ranks, job.dense, job.momentum), {})[job.seed] = curve
     return [_row(key, curves, exact) for key, curves in groups.items()]
 
 
-def _row(key: tuple[str, int, int], curves: dict[int, list[Row]], exact: dict[tuple[int, int], float]) -> Row:
-    codec, ranks, dense = key
+def _row(key: tuple[str, int, int, float], curves: dict[int, list[Row]], exact: dict[tuple[int, int], float]) -> Row:
+    codec, ranks, dense, momentum = key
     above = [100 * (curve[-1]["loss"] / exact[seed, ranks] - 1) for seed, curve in curves.items()]
     return {
-        "codec": codec, "ranks": ranks, "dense": dense, "seeds": sorted(curves),
+        "codec": codec, "ranks": ranks, "dense": dense, "momentum": momentum, "seeds": sorted(curves),
         "loss": mean(curve[-1]["loss"] for curve in curves.values()),
         "above_percent": mean(above), "least_percent": min(above), "most_percent": max(above),
         "allowed_percent": ALLOWED.get(codec),
@@ -187,12 +198,15 @@ def cells(row: Row) -> list[str]:
     allowed = row["allowed_percent"]
     spread = f"{row['least_percent']:+.2f} to {row['most_percent']:+.2f}" if len(row["seeds"]) > 1 else ""
     return [
-        row["codec"], str(row["ranks"]), str(row["dense"]), f"{row['bytes_a_step'] / 1e6:.3f}", f"{row['loss']:.4f}",
+        row["codec"], str(row["ranks"]), str(row["dense"]), f"{row['momentum']:g}",
+        f"{row['bytes_a_step'] / 1e6:.3f}", f"{row['loss']:.4f}",
         f"{row['above_percent']:+.2f}", spread, "" if allowed is None else f"{allowed:g}", str(len(row["seeds"])),
     ]  # fmt: skip
 
 
-COLUMNS = ("codec", "ranks", "dense steps", "MB a step", "loss", "% above exact", "over seeds", "allowed", "seeds")
+COLUMNS = (
+    "codec", "ranks", "dense steps", "momentum", "MB a step", "loss", "% above exact", "over seeds", "allowed", "seeds",
+)  # fmt: skip
 
 
 def write(rows: list[Row], common: Row, out: Path) -> None:
@@ -201,7 +215,7 @@ def write(rows: list[Row], common: Row, out: Path) -> None:
     table = Table(*COLUMNS, title=f"Validation loss after {common['steps']} steps")
     for row in rows:
         table.add_row(*cells(row))
-    Console(width=110).print(table)
+    Console(width=120).print(table)
     page = [f"| {' | '.join(line)} |" for line in (COLUMNS, ["---"] * len(COLUMNS), *map(cells, rows))]
     page += ["", f"{common['size']} parameters, {common['steps']} steps; {'; '.join(machines)}."]
     (out / "accuracy.md").write_text("\n".join(page) + "\n")
@@ -214,11 +228,12 @@ def plot(rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     usual = [row for row in rows if row["ranks"] != MORE_RANKS and row["codec"] != "exact"]
-    dense = max((row["dense"] for row in usual), default=0)
+    dense = mode(row["dense"] for row in usual) if usual else 0
     families: dict[str, list[Row]] = {}
     for row in usual:
         if row["dense"] == dense or row["codec"] in AS_THEY_ARE:
-            families.setdefault(row["codec"].partition(":")[0], []).append(row)
+            name = row["codec"].partition(":")[0] + ("" if row["momentum"] else ", no momentum")
+            families.setdefault(name, []).append(row)
     for name, members in families.items():
         _draw(axes, name, sorted(members, key=lambda row: row["bytes_a_step"]))
     axes.axhline(0, color="grey", linewidth=0.8)

@@ -27,6 +27,7 @@ import hvdplus.torch as hvd
 
 BYTES = 256  # the vocabulary
 SIZES = {"1m": (128, 5, 4), "3m": (256, 4, 4), "10m": (384, 6, 6)}  # width, layers, heads
+MOMENTUM = 0.9  # AdamW's first beta
 ELSEWHERE = {"site-packages", "dist-packages", "test", "tests"}  # folders that are not on every machine alike
 
 
@@ -35,6 +36,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--strategy", default="exact", help="how gradients travel: 'codec,field=value,...' (%(default)s)"
+    )
+    parser.add_argument(
+        "--momentum", type=float, default=MOMENTUM, help="AdamW's first beta once the codec is in force (%(default)s)"
     )
     add_model_and_training(parser)
     return parser.parse_args()
@@ -126,7 +130,13 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=(MOMENTUM, 0.95), fused=True)
+
+
+def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
+    """Give AdamW another momentum; sparse codecs do better without, since what they send late is a sum already."""
+    for group in optimizer.param_groups:
+        group["betas"] = (momentum, group["betas"][1])
 
 
 def schedule_of(optimizer: torch.optim.Optimizer, args: argparse.Namespace, updates: int) -> LambdaLR:
@@ -184,11 +194,14 @@ def train(
     model: GPT, optimizer: torch.optim.Optimizer, text: torch.Tensor, args: argparse.Namespace, diary: Diary
 ) -> None:
     """Train for ``args.steps`` batches."""
-    updates = args.steps // optimizer.hvdplus.strategy.accumulate
+    strategy = optimizer.hvdplus.strategy
+    updates, dense = args.steps // strategy.accumulate, strategy.warmup_steps * strategy.accumulate
     schedule = schedule_of(optimizer, args, updates)
     for step in tqdm(range(args.steps), unit="batch", mininterval=1, ncols=79, disable=hvd.rank() != 0):
         if step % args.evaluate == 0:
             diary.evaluate(step)
+        if step == dense:
+            set_momentum(optimizer, args.momentum)
         model.loss(batch(text, args, step, hvd.rank(), hvd.size())).backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -28,7 +28,8 @@ def test_the_study_has_every_codec_at_every_seed_and_no_run_twice():
     assert len(set(found)) == len(found)
     for codec in ("exact", *accuracy.ALLOWED, *accuracy.OTHERS):
         assert {job.seed for job in found if job.codec == codec and job.ranks == 2} == {1, 2}
-    assert {job.dense for job in found if job.codec in accuracy.AS_THEY_ARE} == {0}
+    assert {job.dense for job in found if job.codec in accuracy.AS_THEY_ARE and job.momentum} == {0}
+    assert {job.dense for job in found if not job.momentum} == {5}, "momentum is taken away where codecs set in"
 
 
 def test_percentages_are_taken_seed_by_seed_against_exact_on_as_many_ranks():
@@ -40,8 +41,9 @@ def test_percentages_are_taken_seed_by_seed_against_exact_on_as_many_ranks():
         accuracy.Job("onebit", 2, 2, 5): curve(1.03, bytes_sent=70),
         accuracy.Job("onebit", 1, 4, 5): curve(1.6),
         accuracy.Job("int8", 3, 2, 5): curve(1.0),  # exact has not got there yet
+        accuracy.Job("exact", 1, 2, 5, momentum=0.0): curve(2.2),  # what nothing is compared with
     }
-    rows = {(row["codec"], row["ranks"]): row for row in accuracy.report(found)}
+    rows = {(row["codec"], row["ranks"]): row for row in accuracy.report(found) if row["momentum"]}
     row = rows["onebit", 2]
     assert (row["above_percent"], row["least_percent"], row["most_percent"]) == pytest.approx((2.0, 1.0, 3.0))
     assert (row["bytes_a_step"], row["seeds"]) == (7.0, [1, 2])

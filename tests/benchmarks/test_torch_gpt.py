@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+import hvdplus
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_gpt.py"
 spec = importlib.util.spec_from_file_location("torch_gpt", EXAMPLE)
 gpt = importlib.util.module_from_spec(spec)
@@ -56,3 +58,16 @@ def test_it_learns_and_logs(tmp_path):
     assert [entry["step"] for entry in entries] == [0, 20, 40]
     assert entries[-1]["loss"] < entries[0]["loss"] - 1
     assert f"validation loss  {entries[-1]['loss']:.4f}" in ended.stdout
+
+
+def test_momentum_is_taken_away_where_the_codec_sets_in(monkeypatch):
+    seen, taken, model = [], [], gpt.GPT(8, 1, 1, 4)
+    optimizer = gpt.adamw(model, 1e-3)
+    gpt.set_momentum(optimizer, 0.25)
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.25, 0.95)}
+    args = argparse.Namespace(steps=6, evaluate=3, momentum=0.0, warmup=1, seed=0, batch=2, context=4, lr=1e-3)
+    monkeypatch.setattr(gpt, "set_momentum", lambda optimizer, momentum: seen.append((len(taken), momentum)))
+    wrapped = hvdplus.wrap(optimizer, model=model, strategy="topk:0.5,warmup_steps=2,accumulate=2")
+    monkeypatch.setattr(model, "loss", lambda text: taken.append(1) or gpt.GPT.loss(model, text))
+    gpt.train(model, wrapped, torch.zeros(99, dtype=torch.uint8), args, gpt.Diary(None, float, int))
+    assert seen == [(4, 0.0)]
