@@ -3,7 +3,8 @@
 sudo python benchmarks/training.py --out build/training --gbit 0.1
 
 Two hosts of one machine (`benchmarks/hosts.py`), one rank on each; the same weights, batches, steps and launcher for
-all. With `@STEPS` behind its name a codec that loses something is given more steps, which can still be fewer seconds.
+all. With `@STEPS` behind its name a codec that loses something is given more steps, which can still be fewer seconds;
+with `no-momentum` AdamW has none once the codec is in force.
 What is in OUT already, with the same settings, is not trained again. Horovod as it comes is `benchmarks/stock_gpt.py`,
 hvdplus is `examples/torch_gpt.py`. Seconds are those of training, without evaluations and start. OUT gets the logs,
 `training.json`, `training.txt` and `training.png`.
@@ -30,9 +31,10 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 STOCK = ("horovod none", "horovod fp16")
-OURS = ("exact", "fp16", "int8", "int4", "ternary", "onebit", "topk:0.01", "powersgd:4")
+OURS = ("exact", "fp16", "int8", "int4", "ternary", "onebit", "topk:0.01 no-momentum", "powersgd:4")
 MEASURE = "horovod fp16"  # what all are compared with
-ONLY = f"who trains ({', '.join(STOCK + OURS)}); with @STEPS behind it, for so many steps"
+NO_MOMENTUM = "no-momentum"
+ONLY = f"who trains ({', '.join(STOCK + OURS)}), such as 'topk:0.01 {NO_MOMENTUM}@200' for 200 steps"
 TIMEOUT = 1800.0  # seconds for one training
 
 Row = dict[str, Any]
@@ -62,13 +64,14 @@ def arguments() -> argparse.Namespace:
 
 def program(name: str, args: argparse.Namespace, log: Path) -> list[str]:
     """Return the command line of one rank."""
-    strategy, _, steps = name.partition("@")
-    kind, _, compression = strategy.partition(" ")
-    if kind == "horovod":
-        how = [str(HERE / "stock_gpt.py"), "--compression", compression]
+    described, _, steps = name.partition("@")
+    strategy, _, how_else = described.partition(" ")
+    if strategy == "horovod":
+        how = [str(HERE / "stock_gpt.py"), "--compression", how_else]
     else:
         strategy = ",".join(filter(None, (strategy, args.fields)))
         how = [str(HERE.parent / "examples" / "torch_gpt.py"), "--strategy", strategy]
+        how += ["--momentum", "0"] if how_else == NO_MOMENTUM else []
     names = ("size", "context", "batch", "lr", "seed")
     options = [part for option in names for part in (f"--{option}", str(getattr(args, option)))]
     options += ["--steps", steps or str(args.steps)]

@@ -95,3 +95,6 @@ def test_a_training_is_started_with_its_codec_or_horovods_compression(tmp_path):
     assert ours[1].endswith("torch_gpt.py")
     assert ours[2:4] == ["--strategy", "topk:0.01,warmup_steps=2"]
     assert stock[4:] == ours[4:]
+    longer = training.program("topk:0.01 no-momentum@99", args, tmp_path / "a")
+    assert longer[2:6] == [*ours[2:4], "--momentum", "0"]
+    assert longer[6:] == ["99" if part == "40" else part for part in ours[4:]]
