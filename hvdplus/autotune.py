@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ _SLOW, _MIDDLING = 0.05, 0.01  # seconds that four units of fp16 take over these
 _REPEATS = 3
 _NOISE = 0.05  # a codec that loses more must be faster by so much
 
-_SURVEYS = itertools.count()
+_surveys: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by group: ranks outside do not count along
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class _Exchange:
         strategy = Strategy(spec, min_compress=1)
         parameters = [Parameter(f"unit{i}", (_SIDE, _SIDE), "float32") for i in range(units)]
         self._stats = Stats()
-        scope = f"survey{next(_SURVEYS)}"
+        scope = f"survey.{collectives.label}.{next(_surveys[collectives.label])}"
         planned = plan(parameters, strategy)
         self._reducer = Reducer(planned, strategy, collectives, HostArrays(), watch, scope, self._stats)
         generator = np.random.default_rng(collectives.rank)
@@ -202,7 +203,7 @@ class _Ranks:
 
     def ping(self) -> None:
         """Let a small message go round."""
-        name = f"hvdplus.survey.{next(_SURVEYS)}"
+        name = f"hvdplus.ping.{self.lent.label}.{next(_surveys[self.lent.label])}"
         self._session.watch.wait(self.lent.start(AllReduce(np.zeros(1, np.float32)), name))
 
     def timed(self, function: Callable[[], object]) -> float:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdplus.arrays import NumPyArray
+from hvdplus.arrays import NumPyArray, quiet
 from hvdplus.collectives import AllGather, AllReduce, AllToAll, Broadcast, Pending, Request
 from hvdplus.errors import LaunchError
 from hvdplus.memory import Pool
@@ -39,16 +39,19 @@ class _Swapping:
     requests: list[Any]
     mine: NumPyArray
     other: NumPyArray
+    rank: int
     moves_when_asked: ClassVar[bool] = True
 
     def done(self) -> bool:
         """Test, which also drives MPI's progress."""
         return bool(_mpi().Request.Testall(self.requests))
 
+    @quiet
     def result(self) -> NumPyArray:
-        """Wait, and add; a sum of two has the same bits on both."""
+        """Wait, and add in the order of ranks, so that a NaN has the same bits on both."""
         _mpi().Request.Waitall(self.requests)
-        return np.add(self.mine, self.other, out=self.mine)
+        terms = (self.other, self.mine) if self.rank else (self.mine, self.other)
+        return np.add(*terms, out=self.mine)
 
 
 @dataclass
@@ -105,7 +108,7 @@ class MpiCollectives:
     def _swap(self, mine: NumPyArray) -> _Swapping:
         other = self._pool.lend(mine.shape, mine.dtype.name)
         requests = [self._comm.Irecv(other, 1 - self.rank), self._comm.Isend(mine, 1 - self.rank)]
-        return _Swapping(requests, mine, other)
+        return _Swapping(requests, mine, other, self.rank)
 
     def own(self) -> Pending[MpiCollectives]:
         """Ask for the group on a communicator of its own."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +82,7 @@ class Window:
                 f"accumulate can change between windows only; this one has {self.count % self.length} of {self.length} "
                 f"micro-batches: finish it with flush() or discard it with zero_grad()"
             )
+        self.closed = self.full  # one that waits for its step() stays full
         self.length = length
 
 
@@ -91,7 +91,6 @@ class _Flight(Generic[A]):
     """One bucket's codec on its way: its generator, and the requests it waits for."""
 
     bucket: Bucket
-    given_norm: float | None
     given: A | None  # what a sampled codec without feedback was given
     size: Any  # the norm of what a sampled codec was given
     generator: Exchange[A]
@@ -169,7 +168,7 @@ class Reducer(Generic[A]):
             value = self._arrays.flat(value)
         given = self._arrays.copy(value) if site.keep_sent else None
         size = self._arrays.norm(value) if sample else None
-        flight = _Flight(bucket, None, given, size, codec.exchange(value, site))
+        flight = _Flight(bucket, given, size, codec.exchange(value, site))
         self._flights.append(flight)
         self.stats.bytes_dense += wire_bytes_dense(self._arrays.nbytes(value), self._collectives.size)
         self._watch.at(self.stats.steps, bucket.label)
@@ -198,12 +197,15 @@ class Reducer(Generic[A]):
             ExchangeError: another rank failed, left or did not come in time.
         """
         outcomes = self._drain()
-        self._sample_error()
+        sampled = any(flight.size is not None for flight in self._flights)
+        if sampled or self._keeps_state():
+            if not all(self._arrays.all_finite(alarm(outcome)) for outcome in outcomes):
+                self.rollback()  # the update will be skipped: nothing was delivered
+            elif sampled:
+                self._sample_error()
         self._flights = []
         self.stats.steps += 1
         self._watch.at(self.stats.steps, "outside an exchange")
-        if self._keeps_state() and not all(self._arrays.all_finite(alarm(outcome)) for outcome in outcomes):
-            self.rollback()  # the update will be skipped: nothing was delivered
         return self._delivered(outcomes)
 
     def _drain(self) -> list[Outcome[A]]:
@@ -324,7 +326,7 @@ class Reducer(Generic[A]):
             if flight.size is not None:
                 lost += self._lost_by(flight) ** 2
                 given += flight.size**2
-        if 0 < given < math.inf:  # a step that is not finite says nothing
+        if given > 0:
             self.stats.relative_error = (lost / given) ** 0.5
 
     def _lost_by(self, flight: _Flight[A]) -> Any:

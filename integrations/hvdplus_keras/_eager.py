@@ -37,6 +37,12 @@ class _KerasCell(Cell[torch.Tensor]):
             self._variable.assign(self._staged if self._scale() == 1.0 else self._staged / self._scale())
         self.rollback()
 
+    def rollback(self) -> None:
+        """Drop what was written; what was read of the variable is its own memory, and no spare one."""
+        super().rollback()
+        if self.spare is not None and self.spare.data_ptr() == self._variable.value.data_ptr():
+            self.spare = None
+
 
 class EagerExchange:
     """Averages the buckets of a plan over the ranks; arguments as of ``hvdplus_tensorflow._exchange.Exchange``."""

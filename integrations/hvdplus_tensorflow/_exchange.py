@@ -48,7 +48,7 @@ class TracedReducer(Reducer[Tensor]):
         for value in values:
             self.start(value)
         outcomes = self._drain()
-        error = self._traced_error()
+        error = self._traced_error(outcomes)
         self._flights = []
         self._settle(outcomes)
         return self._delivered(outcomes), error
@@ -63,18 +63,23 @@ class TracedReducer(Reducer[Tensor]):
         """Keep the codecs' state if all means are finite: else the update will be skipped, nothing was delivered."""
         if not self._keeps_state():
             return
-        finite = tf.reduce_all([self._arrays.all_finite(alarm(outcome)) for outcome in outcomes])
+        finite = self._finite(outcomes)
         for site in self._sites:
             for cell in site.cells.values():
                 cell.settle(finite)  # type: ignore[attr-defined]
 
-    def _traced_error(self) -> Tensor:
+    def _finite(self, outcomes: list[Outcome[Tensor]]) -> Tensor:
+        return tf.reduce_all([self._arrays.all_finite(alarm(outcome)) for outcome in outcomes])
+
+    def _traced_error(self, outcomes: list[Outcome[Tensor]]) -> Tensor:
+        if self.form != _SAMPLED:
+            return tf.constant(-1.0, tf.float64)
         lost, given = tf.constant(0.0, tf.float64), tf.constant(0.0, tf.float64)
         for flight in self._flights:
             if flight.size is not None:
                 lost += tf.cast(self._lost_by(flight), tf.float64) ** 2
                 given += flight.size**2
-        return tf.where(given > 0, tf.sqrt(lost / given), tf.constant(-1.0, tf.float64))
+        return tf.where(self._finite(outcomes) & (given > 0), tf.sqrt(lost / given), tf.constant(-1.0, tf.float64))
 
 
 class VariableCell(Cell[Tensor]):

@@ -31,7 +31,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Pieces:
     """Flat fp32 tensors on the CPU that stand for one: gradients where autograd left them.
 
-    Only host functions take them, and ``flat`` and ``norm`` of ``TorchArrays``.
+    Only host functions take them, and ``flat``, ``norm`` and ``all_finite`` of ``TorchArrays``.
     """
 
     dtype, device, is_cuda = torch.float32, torch.device("cpu"), False
@@ -112,7 +112,7 @@ class TorchArrays:
 
     def all_finite(self, x: torch.Tensor) -> bool:
         """Whether no element is infinite or NaN."""
-        return bool(torch.isfinite(x).all())
+        return all(bool(torch.isfinite(tensor).all()) for tensor in (x.tensors if isinstance(x, Pieces) else [x]))
 
     def where_finite(self, condition: torch.Tensor, then: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
         """``then`` if all of ``condition`` is finite, else ``otherwise``; decided on the device, without waiting."""

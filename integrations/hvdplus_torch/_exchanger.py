@@ -34,8 +34,9 @@ _KEPT_LAYOUTS = 2  # two parts of a model that are frozen in turn need no new bu
 
 @dataclass
 class _Built:
-    """A layout and the reducer that exchanges it."""
+    """A layout, which one it is, and the reducer that exchanges it."""
 
+    number: int
     layout: Layout
     reducer: Reducer[torch.Tensor]
 
@@ -336,14 +337,15 @@ class Exchanger:
         self._layout.flags.copy_(torch.tensor(used))
 
     def _notes(self) -> list[float]:
-        """What travels behind the usage flags: this rank is there; its updates and loads, which must be the others'."""
-        return [1.0, float(self.updates % _NOTED), float(self.loads % _NOTED)]
+        """What travels behind the usage flags: this rank is there; then counts, which must be the others'."""
+        assert self._current is not None
+        return [1.0, *(float(n % _NOTED) for n in (self._current.number, self.updates, self.loads))]
 
     def _read_notes(self) -> None:
         """Compare the counts with the mean of all ranks'.
 
         Raises:
-            ExchangeError: a rank has made another number of updates, or loaded another state.
+            ExchangeError: a rank trains other parameters, has made another number of updates, or loaded another state.
         """
         size, notes = self.collectives.size, self._layout.notes
         factor = size if self.strategy.op == "sum" else 1
@@ -351,7 +353,13 @@ class Exchanger:
         present, *means = (note / factor for note in notes.tolist())
         if not present > 1 - 0.5 / size:  # a rank has joined
             return
-        for mean, mine, what in zip(means, self._notes()[1:], ("updates", "loads of optimizer state"), strict=True):
+        differ = [abs(mean - mine) > tolerance for mean, mine in zip(means, self._notes()[1:], strict=True)]
+        if differ[0]:
+            raise ExchangeError(
+                f"rank {self.session.world.rank} trains other parameters than other ranks do; freeze and thaw the same "
+                f"ones (requires_grad) on all ranks before the same backward()."
+            )
+        for mean, mine, what in zip(means[1:], self._notes()[2:], ("updates", "loads of optimizer state"), strict=True):
             if abs(mean - mine) > tolerance:
                 raise ExchangeError(
                     f"rank {self.session.world.rank} has made {mine:g} {what} and the mean over ranks is {mean:g} "
@@ -414,8 +422,9 @@ class Exchanger:
         trained = [p if flag else _nothing(p) for p, flag in zip(self._params, flags, strict=True)]
         layout = lay_out(list(self.named().values()), trained, self.strategy)
         arrays = TorchArrays(layout.device)
-        scope, watch = f"{self.scope}.{next(self._layouts)}", self.session.watch
-        return _Built(layout, Reducer(layout.plan, self.strategy, self._wire, arrays, watch, scope, self.stats))
+        number, watch = next(self._layouts), self.session.watch
+        scope = f"{self.scope}.{number}"
+        return _Built(number, layout, Reducer(layout.plan, self.strategy, self._wire, arrays, watch, scope, self.stats))
 
     def agree_now(self) -> None:
         """Compare with all ranks before anything else is exchanged."""

@@ -16,7 +16,7 @@ from hvdplus_torch._arrays import Pieces, TorchArrays, dtype_name
 _EXCHANGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-NOTES = 3  # numbers that travel behind the usage flags
+NOTES = 4  # numbers that travel behind the usage flags
 
 
 class Layout:

@@ -328,6 +328,16 @@ def test_relative_error_survives_a_step_that_is_not_finite():
     assert 1e-5 < relative_error(Strategy("fp16", **SMALL), steps=101, change=change) < 1e-3
 
 
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_a_sampled_step_that_is_not_finite_on_one_rank_measures_nothing_on_any(codec):
+    def change(buffers, rank, step):
+        if rank == 0:
+            buffers[0][0] = np.inf
+
+    _, stats, _ = run(2, Strategy(codec, **SMALL), change=change)
+    assert [s.relative_error for s in stats] == [None, None]
+
+
 def test_relative_error_is_that_of_what_was_given_though_a_codec_writes_into_it(monkeypatch):
     class Half:
         lossy = False

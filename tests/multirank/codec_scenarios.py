@@ -266,3 +266,16 @@ def scenario_no_memory_of_gradients_is_kept():
         opt.zero_grad()
         assert not any(piece.numel() for value in pieces for piece in value.tensors)
         assert all(view.untyped_storage().nbytes() == 4 for view in (held.views[0], held.views[2], held.views[4]))
+
+
+def scenario_codecs_beside_one_another():
+    """A bucket that keeps nothing from step to step beside one that does, each in its own codec."""
+    model, opt = wrapped("int8", overrides={"0.*": "fp16", "2.*": "bf16"})
+    for step in range(3):
+        one_step(model, opt, step, spoil=step == 1 and RANK == 0)
+        finite = all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+        assert finite == (step != 1)
+        if finite:
+            opt.step()
+        opt.zero_grad()
+    assert_equal_everywhere(model)

@@ -4,9 +4,12 @@ import contextlib
 import copy
 import io
 import itertools
+import math
+import os
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, mse_loss
@@ -276,6 +279,37 @@ def scenario_frozen_and_thawed():
         reference.zero_grad()
     assert difference(model, alone) < 1e-6
     assert_equal_everywhere(model)
+
+
+def scenario_ranks_that_train_other_parameters():
+    if os.environ.get("HVDPLUS_ENGINE") != "mpi":
+        return  # Horovod has names: the ranks wait for each other, and the watch says for what
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(8)) for _ in range(2)])
+    opt = hvdplus.wrap(torch.optim.SGD(model.parameters(), lr=1.0), model=model)
+
+    def train(index):
+        for number, p in enumerate(model):
+            p.requires_grad_(number == index)
+        model[index].sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    for index in (0, 1, 0, 1):
+        train(index)
+    text = disagreement(lambda: train(RANK % 2))
+    assert f"rank {RANK} trains other parameters than other ranks do; freeze and thaw the same ones" in text
+
+
+def scenario_a_sum_that_overflows_is_infinite_in_silence():
+    p = torch.nn.Parameter(torch.zeros(4))
+    opt = hvdplus.wrap(torch.optim.SGD([p], lr=1.0))
+    share = [3e38, float("inf") * (-1) ** RANK, math.copysign(float("nan"), (-1) ** RANK), 1.0]
+    with np.errstate(all="raise"):
+        (p * torch.tensor(share)).sum().backward()
+    assert p.grad[1:3].isnan().all() and not p.grad[0].isnan() and p.grad[3] == 1.0
+    if SIZE == 2 and os.environ.get("HVDPLUS_ENGINE") == "mpi":  # elsewhere the engine adds
+        assert len(set(hvd.allgather_object(p.grad.numpy().tobytes()))) == 1
+    opt.zero_grad()
 
 
 def scenario_a_pair_of_adversaries():
@@ -678,6 +712,15 @@ def scenario_accumulation_changes_between_windows():
             opt.step()
             opt.zero_grad()
     assert p.item() == -3.0 and opt.hvdplus.stats()["steps"] == 3
+    opt.hvdplus.set_accumulation(1)
+    for length in (1, 2):
+        for _ in range(length):
+            (p * 1.0).backward()
+        opt.hvdplus.set_accumulation(2)  # before the step that is due: it is still taken
+        opt.step()
+        opt.zero_grad()
+        assert opt.hvdplus.updated
+    assert p.item() == -5.0
     opt.hvdplus.set_accumulation(2 if RANK == 0 else 4)
     text = disagreement(lambda: (p * 1.0).backward())
     assert "accumulate 2" in text and "accumulate 4" in text

@@ -120,3 +120,28 @@ def test_the_echo_leaves_only_a_codecs_own_work():
     exchange()
     assert exchange.bytes_each == pytest.approx(1 + 2 / 512, abs=1e-3)
     assert isinstance(exchange._reducer._arrays, HostArrays)
+
+
+def test_names_of_a_survey_are_counted_by_group():
+    """A rank outside a process set makes no survey with it, and must still meet the others in its own."""
+    names = []
+
+    class Group(LocalCollectives):
+        def __init__(self, label):
+            self.label = label
+
+        def start(self, request, name):
+            names.append(name)
+            return super().start(request, name)
+
+    def survey(label):
+        ranks = autotune._Ranks(alone(), Group(label))
+        ranks.ping()
+        autotune._Exchange("exact", 1, ranks.lent, Watch(0, 1))()
+
+    survey("a set")
+    first, names[:] = list(names), []
+    survey("another")
+    survey("another")
+    assert first == [name.replace("another", "a set") for name in names[: len(first)]]
+    assert len(set(names)) == len(names) == 2 * len(first)

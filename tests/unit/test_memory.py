@@ -1,6 +1,7 @@
-"""Memory that is lent again and again: what is lent for what."""
+"""Memory that is lent again and again: what is lent for what, and when it is given up."""
 
 import gc
+import os
 
 import pytest
 
@@ -37,3 +38,26 @@ def test_the_smallest_that_fits_is_lent(monkeypatch):
     monkeypatch.setattr(lending, "_new_pages", None)
     taken = [pool.lend((3 * LARGE,), "uint8") for _ in range(3)]
     assert [address(array) for array in taken] == [places[3], places[4], places[5]]
+
+
+def test_a_forked_child_has_memory_of_its_own():
+    array = Pool().lend((LARGE,), "uint8")
+    array[:] = 1
+    child = os.fork()
+    if not child:
+        array[:] = 2
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert set(array.tolist()) == {1}
+
+
+def test_memory_that_fits_nothing_any_more_is_given_up(monkeypatch):
+    monkeypatch.setattr(lending, "_PATIENCE", 5)
+    pool = Pool()
+    unused = pool.lend((9 * LARGE,), "uint8")
+    del unused
+    for number in range(8):
+        gc.collect()
+        assert [len(pages) for _, pages in pool._free] == [9 * LARGE] * (number < 6) + [LARGE] * (number > 0)
+        array = pool.lend((LARGE,), "uint8")
+        del array

@@ -84,3 +84,15 @@ def test_resize_between_windows():
     window.restart()
     window.resize(2)
     assert window.length == 2
+
+
+def test_a_full_window_that_is_resized_still_has_its_step():
+    window = Window(1)
+    window.add()
+    window.resize(2)
+    assert window.full
+    assert window.step()
+    window.restart()
+    assert not window.full
+    window.add()
+    assert not window.full
