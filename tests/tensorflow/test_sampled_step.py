@@ -17,11 +17,10 @@ from hvdplus_tensorflow._arrays import TensorFlowArrays
 def test_a_step_that_is_not_finite_measures_nothing(codec):
     strategy = Strategy(codec, min_compress=0)
     planned = plan([Parameter("p", (5000,), "float32")], strategy)
-    reducer = _exchange.TracedReducer(
-        planned, strategy, LocalCollectives(), TensorFlowArrays(), Watch(0, 1), "0", Stats(), _exchange.variable_cell
-    )
+    arrays, watch, cell = TensorFlowArrays(), Watch(0, 1), _exchange.variable_cell
+    reducer = _exchange.TracedReducer(planned, strategy, LocalCollectives(), arrays, watch, "0", Stats(), cell)
 
-    @tf.function
+    @tf.function(autograph=False)
     def error(values):
         buckets = [values, *(tf.zeros([bucket.count]) for bucket in planned.buckets[1:])]
         return reducer.trace(_exchange._SAMPLED, buckets, tf.constant(0))[1]
