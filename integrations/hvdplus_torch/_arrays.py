@@ -112,7 +112,7 @@ class TorchArrays:
 
     def all_finite(self, x: torch.Tensor) -> bool:
         """Whether no element is infinite or NaN."""
-        return all(bool(torch.isfinite(tensor).all()) for tensor in (x.tensors if isinstance(x, Pieces) else [x]))
+        return all(map(_all_finite, x.tensors if isinstance(x, Pieces) else [x]))
 
     def where_finite(self, condition: torch.Tensor, then: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
         """``then`` if all of ``condition`` is finite, else ``otherwise``; decided on the device, without waiting."""
@@ -297,6 +297,11 @@ class TorchArrays:
         from hvdplus import kernels  # numba, which takes its time
 
         return x.dtype == torch.float32 and x.device.type == "cpu" and kernels.available()
+
+
+def _all_finite(x: torch.Tensor) -> bool:
+    """Look at the least and the largest, which takes no memory; they are NaN where there is one."""
+    return not x.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
 
 
 def _as_numpy(x: torch.Tensor | int) -> NumPyArray | list[NumPyArray] | int:
