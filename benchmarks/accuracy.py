@@ -97,7 +97,7 @@ def other_blocks(codec: str) -> list[str]:
 
     Example:
         >>> other_blocks("int4")
-        ['int4:32', 'int4:64', 'int4:256', 'int4:512']
+        ['int4:32', 'int4:64', 'int4:128', 'int4:512']
     """
     return [spec for block in BLOCKS if codecs.make(spec := f"{codec}:{block}") != codecs.make(codec)]
 

@@ -295,7 +295,7 @@ class Int8(Whole):
 class Int4(Whole):
     """4 bits a number, in blocks of at most ``block``."""
 
-    block: int = 128
+    block: int = 256
     bits = 4
     kind = "whole"
     zero = 8
@@ -310,7 +310,7 @@ class Ternary(Quantizer):
     Li et al. 2016).
     """
 
-    block: int = 64
+    block: int = 128
     bits = 2
     kind = "ternary"
     zero = 1
@@ -332,7 +332,7 @@ class Ternary(Quantizer):
 class OneBit(Quantizer):
     """1 bit a number: its sign, times the block's mean size, which is the nearest such vector (Seide et al. 2014)."""
 
-    block: int = 64
+    block: int = 256
     bits = 1
     kind = "onebit"
     step = 2

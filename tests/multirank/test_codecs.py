@@ -35,7 +35,7 @@ def test_bench_measures_these_ranks(engine, framework, tmp_path):
     assert found["ranks"] == 2
     assert [cost["codec"] for cost in found["costs"]] == ["exact", "fp16", "onebit"]
     sent = [cost["bytes_each"] for cost in found["costs"]]
-    assert sent == pytest.approx([4, 2, (0.125 + 2 / 64)], rel=0.01)
+    assert sent == pytest.approx([4, 2, (0.125 + 2 / 256)], rel=0.01)
     assert re.search(r"1,000,000 gradients, 2 rank\(s\), engine (mpi|horovod)", ended.output), ended.output
     assert "The link:" in ended.output
 
