@@ -223,11 +223,37 @@ def write(rows: list[Row], common: Row, out: Path) -> None:
     plot(rows, out / "accuracy.png")
 
 
+def hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points of (bytes, loss) that no mixture of others beats: the lower convex hull, to the least loss.
+
+    Example:
+        >>> hull([(1, 9.0), (2, 4.0), (3, 3.0), (4, 0.0), (5, 0.1)])
+        [(1, 9.0), (2, 4.0), (4, 0.0)]
+    """
+    found: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if found and y >= found[-1][1]:
+            continue
+        while len(found) > 1 and _slope(found[-2], (x, y)) <= _slope(found[-2], found[-1]):
+            found.pop()
+        found.append((x, y))
+    return found
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
 def plot(rows: list[Row], path: Path) -> None:
     """Draw percent above exact against bytes a step; a line joins the block sizes, ratios or ranks of one codec."""
     matplotlib.use("Agg")
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     usual = [row for row in rows if row["ranks"] != MORE_RANKS and row["codec"] != "exact"]
+    blocks = [row for row in usual if row["momentum"] and row["codec"].partition(":")[0] in SWEPT]
+    best = hull([(row["bytes_a_step"] / 1e6, row["above_percent"]) for row in blocks])
+    if best:
+        x, y = zip(*best, strict=True)
+        axes.scatter(x, y, s=150, facecolors="none", edgecolors="black", label="no mixture of other blocks beats it")
     dense = mode(row["dense"] for row in usual) if usual else 0
     families: dict[str, list[Row]] = {}
     for row in usual:
@@ -239,6 +265,7 @@ def plot(rows: list[Row], path: Path) -> None:
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set(xscale="log", xlabel="MB that a rank sends in a step", ylabel="validation loss above exact's, %")
     axes.set_yscale("symlog", linthresh=1.0)  # straight up to 1 %
+    axes.set_ylim(bottom=-0.15)
     for set_formatter in (
         axes.xaxis.set_major_formatter,
         axes.xaxis.set_minor_formatter,
@@ -257,7 +284,8 @@ def _draw(axes: Any, name: str, members: list[Row]) -> None:
     above = [row["most_percent"] - row["above_percent"] for row in members]
     axes.errorbar(x, y, yerr=[below, above], marker="o", capsize=3, label=name)
     for row, where in zip(members, zip(x, y, strict=True), strict=True):
-        axes.annotate(row["codec"], where, textcoords="offset points", xytext=(5, 4), fontsize=7)
+        argument = row["codec"].partition(":")[2]
+        axes.annotate(argument, where, textcoords="offset points", xytext=(0, 7), ha="center", fontsize=7)
 
 
 def main() -> int:
