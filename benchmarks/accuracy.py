@@ -134,9 +134,14 @@ def run(job: Job, common: Row, out: Path) -> bool:
     words(job, out).unlink()
     curve = [json.loads(line) for line in log.read_text().splitlines()]
     with (out / "results.jsonl").open("a") as file:
-        line = asdict(job) | {"settings": common, "machine": reporting.in_words(reporting.machine()), "curve": curve}
-        print(json.dumps(line), file=file)
+        about = {"means": meaning(job), "machine": reporting.in_words(reporting.machine())}
+        print(json.dumps(asdict(job) | about | {"settings": common, "curve": curve}), file=file)
     return True
+
+
+def meaning(job: Job) -> str:
+    """Return all that a codec's spec stands for: what is left out of it may come to mean something else."""
+    return repr(codecs.make(job.codec))
 
 
 def words(job: Job, out: Path) -> Path:
@@ -152,9 +157,10 @@ def lines(out: Path, common: Row) -> list[Row]:
 
 
 def results(out: Path, common: Row) -> dict[Job, list[Row]]:
-    """Return the curves of those runs."""
+    """Return the curves of those runs whose codec is still what it was."""
     names = ("codec", "seed", "ranks", "dense", "momentum")
-    return {Job(*(row[name] for name in names)): row["curve"] for row in lines(out, common)}
+    found = [(Job(*(row[name] for name in names)), row) for row in lines(out, common)]
+    return {job: row["curve"] for job, row in found if row["means"] == meaning(job)}
 
 
 # -- what came of it
@@ -249,17 +255,17 @@ def plot(rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     usual = [row for row in rows if row["ranks"] != MORE_RANKS and row["codec"] != "exact"]
+    dense = mode(row["dense"] for row in usual) if usual else 0
+    usual = [row for row in usual if row["dense"] == dense or row["codec"] in AS_THEY_ARE]
     blocks = [row for row in usual if row["momentum"] and row["codec"].partition(":")[0] in SWEPT]
     best = hull([(row["bytes_a_step"] / 1e6, row["above_percent"]) for row in blocks])
     if best:
         x, y = zip(*best, strict=True)
         axes.scatter(x, y, s=150, facecolors="none", edgecolors="black", label="no mixture of other blocks beats it")
-    dense = mode(row["dense"] for row in usual) if usual else 0
     families: dict[str, list[Row]] = {}
     for row in usual:
-        if row["dense"] == dense or row["codec"] in AS_THEY_ARE:
-            name = row["codec"].partition(":")[0] + ("" if row["momentum"] else ", no momentum")
-            families.setdefault(name, []).append(row)
+        name = row["codec"].partition(":")[0] + ("" if row["momentum"] else ", no momentum")
+        families.setdefault(name, []).append(row)
     for name, members in families.items():
         _draw(axes, name, sorted(members, key=lambda row: row["bytes_a_step"]))
     axes.axhline(0, color="grey", linewidth=0.8)

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 PATIENCE_SECONDS = 180.0
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path("build/bench")
 FROZEN_SECONDS = 36000  # waiting for one's turn must not count as waiting for a rank
 DENSE_START = 3  # steps that DDP's PowerSGD hook needs before it compresses
 
@@ -155,7 +155,7 @@ def report(plan: Plan, rates: Sequence[Rate], memories: Sequence[Memory], out: P
             page.say(exchange_report.times(rate, plan.work))
             exchange_report.draw(rate, plan.work, out / f"{stem(plan, rate)}.png", reporting.in_words(machine))
         if (plan.work, plan.hosts, rate.asked) == (targets.WORK, targets.HOSTS, targets.GBIT):
-            verdicts = targets.verdicts(rate.medians())
+            verdicts = targets.verdicts(rate.medians(), list(rate.trials))
     if memories:
         page.say(exchange_report.memories(memories))
     if verdicts:
@@ -218,6 +218,8 @@ def main(
     begin = time.monotonic()
     rates, memories = run(plan, gbits, with_memory)
     report(plan, rates, memories, out, time.monotonic() - begin)
+    if any(trial.error for rate in rates for trial in rate.trials.values()):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Trial:
     error: str = ""
 
     def add(self, ranks: Sequence[Measured], sharing: int = 1) -> None:
-        """Take in a round: a step takes as long as its slowest rank; ranks with different means have not exchanged.
+        """Take in a round: a step takes as long as its slowest rank; with different means or none nobody has exchanged.
 
         Args:
             ranks: what each rank measured.
@@ -44,6 +44,9 @@ class Trial:
         """
         if any(rank.sample != ranks[0].sample for rank in ranks):
             self.error = f"the ranks' means differ: {[rank.sample for rank in ranks]}"
+            return
+        if not ranks[0].sample[-1] > 0:
+            self.error = f"the ranks' means are all zero, or no numbers: {ranks[0].sample}"
             return
         steps = [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
         self.rounds.append(steps)

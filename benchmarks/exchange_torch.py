@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gradients import WORK, Gradients, Shape
+from gradients import WORK, Gradients, Shape, fingerprint
 from protocol import GROUP, Contender, serve
 from torch import distributed
 
 import hvdplus
 
-SAMPLE = 4
 WHOLE_MODEL_MB = 1 << 20  # a bucket that holds any model
 
 
@@ -77,10 +76,8 @@ class Exchange:
         self.optimizer.step()
 
     def sample(self) -> list[float]:
-        """Return some numbers of the largest mean."""
-        largest = max(self.network.weights, key=torch.numel)
-        assert largest.grad is not None
-        return [float(number) for number in largest.grad.flatten()[:SAMPLE]]
+        """Return what tells all means from others."""
+        return fingerprint([p.grad.numpy() for p in self.network.weights if p.grad is not None])
 
     def counted(self) -> dict[str, Any]:
         """Return hvdplus' statistics, and the codec that was in force."""
@@ -131,6 +128,8 @@ def ddp(network: Network, codec: str) -> tuple[Callable[..., Any], Any]:
     elif hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, int(rank), start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook != "none":
+        raise ValueError(f"ddp has no hook {hook!r} here; it has none, fp16 and powersgd:RANK")
     return model, Still(network.parameters())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +86,16 @@ def _parts(flat: Values) -> Iterator[Values]:
     length = NOISE // 2
     for start in range(0, len(flat), length):
         yield flat[start : start + length]
+
+
+def fingerprint(means: Sequence[npt.NDArray[Any]]) -> list[float]:
+    """Return the sum and the sum of squares of all numbers: the same on two ranks whose means have the same bits.
+
+    >>> fingerprint([np.float32([1, 2]), np.float32([[3]])])
+    [6.0, 14.0]
+    """
+    wide = [mean.reshape(-1).astype(np.float64) for mean in means]
+    return [float(sum(x.sum() for x in wide)), float(sum(x @ x for x in wide))]
 
 
 def _size(shape: Shape) -> int:

@@ -45,7 +45,7 @@ class Measured:
     Args:
         seconds: of every timed step, from just before backward until the averaged gradients are there.
         sent: bytes that left this host's interface in all timed steps and between them.
-        sample: some numbers of one mean, which must be the same on all ranks.
+        sample: what tells the last step's means from others, which must be the same on all ranks; see `Contender`.
         peak_rss: the most memory that this process ever had, in bytes.
         own: what the contender counted itself.
         error: a traceback, if it failed.
@@ -69,7 +69,7 @@ class Contender(Protocol):
         """Do what a training step does from backward until the means are there; timed."""
 
     def sample(self) -> list[float]:
-        """Return some numbers of one of the means."""
+        """Return numbers that are the same on all ranks where all their means are, the sum of squares last."""
 
     def counted(self) -> dict[str, Any]:
         """Return what the contender itself counted."""

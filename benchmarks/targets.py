@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -48,23 +49,25 @@ class Verdict:
     reached: bool
 
 
-def verdicts(medians: Mapping[str, float]) -> list[Verdict]:
-    """Judge every target for which both sides were measured.
+def verdicts(medians: Mapping[str, float], asked: Sequence[str]) -> list[Verdict]:
+    """Judge every target of which both sides were to be measured; one that failed has reached nothing.
 
     Args:
-        medians: seconds of a step, by contender.
+        medians: seconds of a step, by contender that did not fail.
+        asked: all contenders.
     """
+    everyone = dict.fromkeys(asked, math.inf) | dict(medians)
     found = []
     for target in TARGETS:
-        ours, against = best(target.ours, medians), best(target.against, medians)
+        ours, against = best(target.ours, everyone), best(target.against, everyone)
         if ours and against:
-            measured = medians[against] / medians[ours]
+            measured = medians[against] / medians[ours] if ours in medians and against in medians else 0.0
             found.append(Verdict(ours, against, target.at_least, measured, measured >= target.at_least))
     return found
 
 
 def best(glob: str, medians: Mapping[str, float]) -> str | None:
-    """Return the fastest contender that a glob names, or None if none was measured.
+    """Return the fastest contender that a glob names, or None if it names none.
 
     >>> best("horovod/*/fp16", {"horovod/mpi/fp16": 0.7, "horovod/gloo/fp16": 1.3, "horovod/mpi/none": 0.1})
     'horovod/mpi/fp16'

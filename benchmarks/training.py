@@ -97,8 +97,8 @@ def trained(name: str, hosts: Hosts, args: argparse.Namespace) -> Row:
     if ended.returncode:
         raise HostsError(f"{name} ended with {ended.returncode}: {ended.stdout[-2000:]}")
     curve = [json.loads(text) for text in log.read_text().splitlines()]
-    machine = reporting.in_words(reporting.machine())
-    return {"name": name, "curve": curve, "wire_bytes": sent_by(hosts, first) - before, "machine": machine}
+    about = {"machine": reporting.in_words(reporting.machine()), "commit": reporting.versions()["commit"]}
+    return {"name": name, "curve": curve, "wire_bytes": sent_by(hosts, first) - before, **about}
 
 
 def sent_by(hosts: Hosts, host: Host) -> int:

@@ -145,7 +145,15 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 def _check_spec(name: str, spec: Any) -> None:
     if not isinstance(spec, str):
         raise StrategyError(f"{name}={spec!r} must be a codec spec: a text such as {', '.join(codecs.known())}.")
-    codecs.make(spec)
+    try:
+        codecs.make(spec)
+    except StrategyError as error:
+        if name != "codec":
+            raise StrategyError(f"{name}: {error}") from error
+        if "keyword" in str(error):
+            fields = ", ".join(_FIELDS)
+            raise StrategyError(f"{str(error).rstrip('.')}, and the fields of a strategy are {fields}.") from error
+        raise
 
 
 def _join(spec: list[str], given: str | None) -> str:

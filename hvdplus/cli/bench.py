@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +60,7 @@ def bench(
 
     numbers = _number(parameters)
     specs = _specs(names, upto)
+    _check_folder(json_file)
     session = start(_framework(framework))
     session.meet()
     console = Console(stderr=json_file == Path("-"))
@@ -84,11 +86,23 @@ def _number(text: str) -> int:
 
 def _specs(names: str, upto: str) -> list[str]:
     """Return what is measured: what was asked for, and what `auto` chooses among."""
-    listed = [name.strip() for name in names.split(",") if name.strip()]
+    listed = _listed(names)
     for spec in listed:
         if isinstance(codecs.make(spec), Auto):
             raise StrategyError("--codecs has 'auto', which chooses among codecs; name those to measure.")
     return list(dict.fromkeys([*Auto(upto).candidates, *listed]))
+
+
+def _listed(names: str) -> list[str]:
+    """Take a list apart at its commas, but for those in front of a codec's further options."""
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in names.split(","))):
+        key, equals, _ = part.partition("=")
+        if equals and ":" not in key and found:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return found
 
 
 def _framework(name: str) -> Framework[Any]:
@@ -169,6 +183,14 @@ def _verdict(best: str, upto: str) -> str:
     if best == "exact":
         return "Compression does not pay here: stay with 'exact'."
     return f"strategy='auto{'' if upto == 'int4' else ':' + upto}' takes '{best}' here."
+
+
+def _check_folder(file: Path | None) -> None:
+    """Refuse a file that cannot be written, before a minute is spent on what would be in it."""
+    if file is None or file == Path("-"):
+        return
+    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise StrategyError(f"--json {str(file)!r} cannot be written; name a file in a folder that exists, or '-'.")
 
 
 def _write(found: Survey, file: Path) -> None:

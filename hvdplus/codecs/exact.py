@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 from hvdplus.codecs.contract import Exchange, Outcome, Site
@@ -11,6 +12,7 @@ from hvdplus.collectives import AllReduce
 A = TypeVar("A")
 
 
+@dataclass(frozen=True)
 class Exact:
     """One all-reduce where the wire adds well; else (half precision) a two-phase exchange that adds in fp32."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -78,10 +79,22 @@ def make(spec: str) -> Codec:
         near = difflib.get_close_matches(name, known(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise StrategyError(f"codec {name!r} is unknown; known are {', '.join(known())}{hint}")
+    maker = _MAKERS[name]
     try:
-        return _MAKERS[name](*arguments, **options)
+        inspect.signature(maker).bind(*arguments, **options)
     except TypeError as error:
-        raise StrategyError(f"codec spec {spec!r} does not fit codec {name!r}: {error}.") from error
+        takes = _takes(name, maker)
+        raise StrategyError(f"codec spec {spec!r} does not fit codec {name!r}: {error}; {takes}.") from error
+    return maker(*arguments, **options)
+
+
+def _takes(name: str, maker: Callable[..., Codec]) -> str:
+    """Say what a codec takes, in its order."""
+    texts = []
+    for parameter in inspect.signature(maker).parameters.values():
+        needed = parameter.default is parameter.empty
+        texts.append(parameter.name if needed else f"{parameter.name}={parameter.default!r}")
+    return f"{name} takes {', '.join(texts) or 'nothing'}"
 
 
 def serves(spec: str, shape: tuple[int, ...]) -> bool:

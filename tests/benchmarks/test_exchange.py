@@ -31,7 +31,7 @@ def test_examples_are_true(name):
 def test_every_contender_has_a_group_and_every_target_has_contenders():
     assert all(contenders.group_of(name) for name in contenders.ALL)
     everyone = dict.fromkeys(contenders.ALL, 1.0)
-    assert len(targets.verdicts(everyone)) == len(targets.TARGETS)
+    assert len(targets.verdicts(everyone, contenders.ALL)) == len(targets.TARGETS)
 
 
 def test_a_name_outside_the_list_is_measured_and_a_wrong_one_refused():
@@ -68,6 +68,9 @@ def test_ranks_with_different_means_have_not_exchanged():
     trial.add([Measured([0.1], 1, [1.0]), Measured([0.1], 1, [2.0])])
     assert "the ranks' means differ: [[1.0], [2.0]]" in trial.error
     assert Rate(1.0, [1.0], {"a": trial}).medians() == {}
+    nothing = Trial()
+    nothing.add([Measured([0.1], 1, gradients.fingerprint([np.zeros(9, np.float32)]))] * 2)
+    assert "means are all zero" in nothing.error
 
 
 def test_verdicts_compare_the_best_on_either_side():
@@ -77,10 +80,14 @@ def test_verdicts_compare_the_best_on_either_side():
         "horovod/gloo/fp16": 2.0,
         "horovod/mpi/fp16": 0.9,
     }
-    (verdict,) = targets.verdicts(medians)
+    (verdict,) = targets.verdicts(medians, list(medians))
     assert (verdict.ours, verdict.against) == ("hvdplus/mpi4py/onebit", "horovod/mpi/fp16")
     assert verdict.measured == pytest.approx(9.0)
     assert not verdict.reached
+    del medians["hvdplus/gloo/onebit"], medians["hvdplus/mpi4py/onebit"]
+    assert targets.verdicts(medians, list(medians)) == [], "nobody asked for it"
+    (failed,) = targets.verdicts(medians, [*medians, "hvdplus/gloo/onebit"])
+    assert (failed.ours, failed.measured, failed.reached) == ("hvdplus/gloo/onebit", 0.0, False)
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", ""])
@@ -106,7 +113,7 @@ def test_it_measures_exchanges_and_goes_on_after_one_that_fails(tmp_path):
     options = ["--quick", "--work", "tiny", "--gbit", "1", "--only", only, "--out", str(tmp_path)]
     line = [sys.executable, str(BENCHMARK), *options]
     done = subprocess.run(line, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     assert "codec 'nonsense' is unknown" in done.stdout
     found = json.loads((tmp_path / "exchange-tiny-2hosts.json").read_text())
     trials = found["rates"][0]["trials"]

@@ -58,7 +58,8 @@ def test_a_run_is_made_once_and_only_what_failed_again(tmp_path, monkeypatch):
         made.append(job)
         if job == bad and made.count(job) == 1:
             return False
-        line = accuracy.asdict(job) | {"settings": common, "machine": "a box", "curve": curve(2.0, bytes_sent=10)}
+        about = {"means": accuracy.meaning(job), "machine": "a box", "settings": common}
+        line = accuracy.asdict(job) | about | {"curve": curve(2.0, bytes_sent=10)}
         with (out / "results.jsonl").open("a") as file:
             print(json.dumps(line), file=file)
         return True
@@ -69,6 +70,11 @@ def test_a_run_is_made_once_and_only_what_failed_again(tmp_path, monkeypatch):
     assert (accuracy.main(), made[-1], made.count(bad)) == (0, bad, 2)
     assert all((tmp_path / name).stat().st_size for name in ("accuracy.json", "accuracy.md", "accuracy.png"))
     assert "a box." in (tmp_path / "accuracy.md").read_text()
+
+    lines = (tmp_path / "results.jsonl").read_text()
+    (tmp_path / "results.jsonl").write_text(lines.replace("OneBit(block=256", "OneBit(block=64"))
+    assert accuracy.main() == 0
+    assert {job.codec for job in made[-3:]} <= {"onebit", "onebit:averages=ternary", "onebit:averages=int4"}
 
     monkeypatch.setattr("sys.argv", ["accuracy.py", "--out", str(tmp_path), "--seeds", "1", "--steps", "60"])
     before = len(made)

@@ -3,12 +3,15 @@
 import json
 import logging
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvdplus import autotune
 from hvdplus.autotune import Cost, Survey
-from hvdplus.collectives import LocalCollectives
+from hvdplus.cli import bench
+from hvdplus.collectives import AllGather, LocalCollectives
 from hvdplus.errors import StrategyError
 from hvdplus.kernels import HostArrays
 from hvdplus.session import Framework, Session
@@ -145,3 +148,26 @@ def test_names_of_a_survey_are_counted_by_group():
     survey("another")
     assert first == [name.replace("another", "a set") for name in names[: len(first)]]
     assert len(set(names)) == len(names) == 2 * len(first)
+
+
+def test_a_list_of_codecs_is_taken_apart_between_codecs_only():
+    assert bench._listed("exact, int8:block=64,rounding=stochastic,topk:0.01,onebit:64,averages=int4,") == [
+        "exact",
+        "int8:block=64,rounding=stochastic",
+        "topk:0.01",
+        "onebit:64,averages=int4",
+    ]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    for file in (tmp_path, tmp_path / "nowhere" / "x.json"):
+        with pytest.raises(StrategyError, match=r"--json '.*' cannot be written; name a file in a folder that exists"):
+            bench._check_folder(file)
+    for good in (None, Path("-"), tmp_path / "x.json"):
+        bench._check_folder(good)
+
+
+def test_what_is_measured_as_a_codecs_own_work_reads_rows_as_an_engine_has_them():
+    rows = autotune._Echo(3).start(AllGather(np.arange(4.0)), "x").result()
+    assert rows.tolist() == [[0, 1, 2, 3]] * 3
+    assert rows.flags.c_contiguous
