@@ -165,6 +165,8 @@ def share(saved: Saved[A], rank: int, size: int, counts: Mapping[str, int], arra
     """
     if not any(pieces for kept in saved.ranks.values() for pieces in kept.values()):
         return {}, ""
+    if size == 1 < saved.size:
+        return {}, f"hvdplus: what {saved.size} ranks had not delivered is dropped: one rank exchanges nothing."
     own = saved.ranks.get(rank)
     common = saved.ranks[min(saved.ranks)] if own is None else own
     rest = {key: pieces for key, pieces in common.items() if key not in IN_GRADIENTS}
@@ -173,7 +175,8 @@ def share(saved: Saved[A], rank: int, size: int, counts: Mapping[str, int], arra
         equal = {name: Piece(0, arrays.scaled(piece.values, 1.0 / size)) for name, piece in total.items()}
         return {**rest, RESIDUAL: equal}, _resized(saved.size, size) if rank == 0 else ""
     missing = [r for r in range(size) if r not in saved.ranks]
-    line = _partial(saved) if len(saved.ranks) < saved.size and missing[:1] == [rank] else ""
+    speaks = missing[:1] if size == saved.size else [0]  # who has its own back misses nothing
+    line = _partial(saved) if len(saved.ranks) < saved.size and speaks == [rank] else ""
     if own is None or size == saved.size:
         return own or rest, line
     return {**rest, RESIDUAL: owed([own], saved.size, counts, arrays)}, line
@@ -362,6 +365,6 @@ def _resized(before: int, now: int) -> str:
 def _partial(saved: Saved[A]) -> str:
     have = ", ".join(map(str, sorted(saved.ranks)))
     return (
-        f"hvdplus: what was loaded holds the residuals of rank {have} of {saved.size} only, and the other ranks start "
-        f"with zeros; let all ranks call optimizer.hvdplus.consolidate() before one of them saves for all."
+        f"hvdplus: what was loaded holds the residuals of rank {have} of {saved.size} only, and what others had not "
+        f"delivered is lost; let all ranks call optimizer.hvdplus.consolidate() before one of them saves for all."
     )

@@ -107,7 +107,8 @@ class _TensorFlow:
         def new_cell(name: str, size: int, dtype: str) -> Cell[Any]:
             return VariableCell(new_variable(name, size, dtype))
 
-        return TracedExchange(plan, strategy, self.session(), collectives, scope, stats, before, after, new_cell)
+        session = self.session()
+        return TracedExchange(plan, strategy, session, collectives, scope, stats, before, after, new_cell, weighed=True)
 
     def dense(self, gradient: Any) -> Any:
         import tensorflow as tf

@@ -79,7 +79,10 @@ class EagerExchange:
         for value in values:
             self.reducer.start(value if factor == 1.0 else value * factor if factor else torch.zeros_like(value))
         means = self.reducer.finish()
-        self.reducer.commit()
+        if means[-1][-1] > 0:
+            self.reducer.commit()
+        else:  # the ranks' weight: nobody had anything to give, and there is no update that would deliver
+            self.reducer.rollback()
         self._scale = 1.0
         return means, self._after(means[-1][self._tail :].float().cpu().numpy())
 

@@ -164,9 +164,10 @@ class Distributed:
     def load_own_variables(self, store: Any) -> None:
         """Load both; what codecs keep follows the rules of ``hvdplus.state.share``."""
         exchanger = of(self)
-        _load(exchanger.without_added(self.variables), store, self)  # type: ignore[attr-defined]
+        fits = _load(exchanger.without_added(self.variables), store, self)  # type: ignore[attr-defined]
         if exchanger.memory is not None:
-            exchanger.memory.load({key: store[key] for key in store.keys()})  # noqa: SIM118 - a store is no dict
+            kept = {key: store[key] for key in store.keys()}  # noqa: SIM118 - a store is no dict
+            exchanger.memory.load(kept if fits else {})
 
     def get_config(self) -> dict[str, Any]:
         """Return what ``from_config`` needs: the optimizer as it was, and the strategy."""
@@ -236,16 +237,17 @@ def _save(variables: Sequence[Any], store: Any) -> None:
         store[str(index)] = variable.numpy()
 
 
-def _load(variables: Sequence[Any], store: Any, optimizer: Any) -> None:
-    """Load them, where there are as many."""
+def _load(variables: Sequence[Any], store: Any, optimizer: Any) -> bool:
+    """Load them, where there are as many; return whether there were."""
     count = sum(key.isdigit() for key in store.keys())  # noqa: SIM118
     if count != len(variables):
         log.warning(
             "hvdplus: the saved optimizer has %d variables, and %s has %d; it starts anew.",
             count, optimizer.name, len(variables),
         )  # fmt: skip
-        return
+        return False
     _assign(variables, [store[str(index)] for index in range(count)])
+    return True
 
 
 def of(optimizer: Any) -> Exchanger:

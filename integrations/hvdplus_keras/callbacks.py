@@ -62,8 +62,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             return
         self._done = True
         optimizer = self.model.optimizer
-        variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
+        variables = [*self.model.variables, *_shared(optimizer)]
         copy_from(backend().session(), [v for v in variables if id(v) not in self._local], self.root_rank)
+
+
+def _shared(optimizer: Any) -> list[Any]:
+    """Return an optimizer's variables, but for what a rank has of its own, such as what its codecs did not deliver."""
+    exchanger = find(optimizer)
+    variables = [] if optimizer is None else list(optimizer.variables)
+    return variables if exchanger is None else exchanger.without_own(variables)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -41,6 +41,7 @@ class TracedReducer(Reducer[Tensor]):
 
     form = _PLAIN
     step: Any = 0
+    weighed = False  # the last number of all says how many ranks have something to give
 
     def trace(self, form: int, values: list[Tensor], step: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return the means, and the relative error (below 0 where it is not measured)."""
@@ -60,13 +61,15 @@ class TracedReducer(Reducer[Tensor]):
         return self._codecs[bucket.index], bucket.codec != "exact" and self.form == _SAMPLED
 
     def _settle(self, outcomes: list[Outcome[Tensor]]) -> None:
-        """Keep the codecs' state if all means are finite: else the update will be skipped, nothing was delivered."""
+        """Keep the codecs' state if all means are finite and anybody gave something: else there will be no update."""
         if not self._keeps_state():
             return
-        finite = self._finite(outcomes)
+        delivered = self._finite(outcomes)
+        if self.weighed:
+            delivered &= outcomes[-1].mean[-1] > 0
         for site in self._sites:
             for cell in site.cells.values():
-                cell.settle(finite)  # type: ignore[attr-defined]
+                cell.settle(delivered)  # type: ignore[attr-defined]
 
     def _finite(self, outcomes: list[Outcome[Tensor]]) -> Tensor:
         return tf.reduce_all([self._arrays.all_finite(alarm(outcome)) for outcome in outcomes])
@@ -128,6 +131,7 @@ class Exchange:
         before: called as an exchange begins; returns the factor on this rank's values, which is 1, or 0 or the number
             of ranks where one rank speaks for all.
         after: called with the means of the flags and notes; returns what the exchange gives back beside the means.
+        weighed: the last of the notes is each rank's weight: where all are 0, what codecs keep stays as it was.
     """
 
     def __init__(
@@ -141,6 +145,7 @@ class Exchange:
         before: Callable[[], float],
         after: Callable[[NumPyArray], bool],
         new_cell: NewCell = variable_cell,
+        weighed: bool = False,
     ) -> None:
         self._plan, self._strategy, self._session, self._stats = plan, strategy, session, stats
         self._before, self._after = before, after
@@ -154,6 +159,7 @@ class Exchange:
 
         self._arrays = TensorFlowArrays()
         self.reducer = TracedReducer(plan, strategy, collectives, self._arrays, session.watch, scope, Stats(), cell)
+        self.reducer.weighed = weighed
         self._costs: dict[int, Stats] = {}
         self._guard = Guard(session) if collectives.size > 1 and session.engine == "horovod" else None
         self._begin = 0.0

@@ -164,8 +164,11 @@ def reducescatter(
     value, context = compression.compress(tf.convert_to_tensor(tensor))
     _check_parts(value, ranks)
     factor = _factor(op, None) * prescale_factor * postscale_factor
-    part = _answer(ReduceScatter(tf.reshape(value, [ranks, -1]), factor), name)
-    return compression.decompress(tf.reshape(part, [value.shape[0] // ranks, *value.shape[1:]]), context)
+    rows = tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
+    exact = value.dtype.is_floating or factor == 1.0  # whole numbers are added up before they are divided
+    part = _answer(ReduceScatter(tf.reshape(rows, [ranks, -1]), factor if exact else 1.0), name)
+    mine = tf.cast(part if exact else tf.cast(part, tf.float64) * factor, value.dtype)
+    return compression.decompress(tf.reshape(mine, [value.shape[0] // ranks, *value.shape[1:]]), context)
 
 
 def _check_parts(value: Tensor, ranks: int) -> None:

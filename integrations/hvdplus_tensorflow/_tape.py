@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from hvdplus import autotune
 from hvdplus.agreement import agree, describe
-from hvdplus.errors import StrategyError
+from hvdplus.arrays import NumPyArray
+from hvdplus.errors import ExchangeError, StrategyError
 from hvdplus.plan import Parameter, plan
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
@@ -117,7 +119,30 @@ class _Sources:
         for bucket, mean in zip(self.plan.buckets, means, strict=True):
             for m in bucket.members:
                 found[m.index] = tf.reshape(mean[m.offset : m.offset + m.count], self.sources[m.index].shape)
-        return [g if g is None else found.get(i, g) for i, g in enumerate(dense)]
+        shares = self._shares(means)
+        missing = [i for i, g in enumerate(dense) if g is None]
+        if missing and not tf.executing_eagerly():
+            with tf.control_dependencies([tf.numpy_function(partial(self._refuse, missing), [shares], [])]):
+                found = {i: tf.identity(mean) for i, mean in found.items()}
+            used = [i not in missing for i in range(len(dense))]
+        else:
+            used = [i not in missing or bool(shares[i] > 0) for i in range(len(dense))]
+        return [found.get(i, g) if used[i] else None for i, g in enumerate(dense)]
+
+    def _shares(self, means: Sequence[Tensor]) -> Tensor:
+        """Return which share of the ranks has a gradient for each source."""
+        begin = self.plan.buckets[-1].flags_offset
+        return tf.cast(means[-1][begin : begin + len(self.sources)], tf.float32)
+
+    def _refuse(self, missing: Sequence[int], shares: NumPyArray) -> None:
+        """Refuse a traced step that has no gradient here for a source that has one on other ranks."""
+        for index in missing:
+            if shares[index] > 0:
+                name = self.plan.parameters[index].name
+                raise ExchangeError(
+                    f"source {name!r} has no gradient on rank {self.session.world.rank} and one on other ranks in a "
+                    f"traced step; use it on all ranks (add 0 times it to the target), or take gradients eagerly."
+                )
 
     def _pack(self, grads: Sequence[Any]) -> list[Tensor]:
         values = []

@@ -199,8 +199,11 @@ def reducescatter(
         raise StrategyError(f"the first dimension, {len(tensor)}, must be a multiple of the {ranks} ranks.")
     small, context = compression.compress(tensor.detach())
     scale = _mean_or_sum(op, None) * prescale_factor * postscale_factor
-    part = _wait(ReduceScatter(small.reshape(ranks, -1).clone(), scale), name)
-    return compression.decompress(part.view(len(tensor) // ranks, *tensor.shape[1:]), context)  # type: ignore[no-any-return]
+    exact = small.is_floating_point() or scale == 1.0  # whole numbers are added up before they are divided
+    rows = small.float() if small.dtype in (torch.float16, torch.bfloat16) else small.clone()
+    part = _wait(ReduceScatter(rows.reshape(ranks, -1), scale if exact else 1.0), name)
+    mine = (part if exact else part * scale).to(small.dtype).view(len(tensor) // ranks, *tensor.shape[1:])
+    return compression.decompress(mine, context)  # type: ignore[no-any-return]
 
 
 @_horovod_or

@@ -258,3 +258,36 @@ def scenario_a_step_that_is_not_finite_leaves_no_trace():
         x, y = data(range(2, 3))
         model.train_on_batch(x * np.float32(np.nan if RANK == SIZE - 1 else 1.0), y)
         assert bytes_of(model)[-1] == expected, codec
+
+
+def scenario_the_end_of_the_data_takes_nothing_from_what_is_kept():
+    """Nobody has anything to give in the exchange that finds out that all have come to the end."""
+    for codec in ("int4", "topk:0.1"):
+        whole, parts = compiled(codec), compiled(codec)
+        train(whole, range(6))
+        train(parts, range(3))
+        before = [residual.tobytes() for residual in exchanged(parts).residuals().values()]
+        exchanged(parts).join()
+        assert [residual.tobytes() for residual in exchanged(parts).residuals().values()] == before, codec
+        train(parts, range(3, 6))
+        assert bytes_of(parts) == bytes_of(whole), codec
+
+
+def scenario_the_broadcast_callback_leaves_a_ranks_own_to_it():
+    model = compiled("onebit")
+    train(model, range(3))
+    before = [residual.tobytes() for residual in exchanged(model).residuals().values()]
+    assert len(set(map(str, hvd.allgather_object(before)))) == SIZE
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_batch_begin(0)
+    assert [residual.tobytes() for residual in exchanged(model).residuals().values()] == before
+    train(model, range(3, 4))
+
+
+def scenario_a_layer_that_was_frozen_after_compiling_is_saved_and_loaded():
+    model = compiled("int8")
+    train(model, range(2))
+    model.layers[0].trainable = False
+    again = reloaded(model)
+    train(again, range(2, 3))

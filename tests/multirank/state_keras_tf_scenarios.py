@@ -7,6 +7,10 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 import state_keras_scenarios as common
 
 
+def scenario_the_end_of_the_data_takes_nothing_from_what_is_kept():
+    common.scenario_the_end_of_the_data_takes_nothing_from_what_is_kept()
+
+
 def scenario_a_resumed_run_is_the_unbroken_one():
     common.resume("randomk:0.05", window=2, ending=".h5")  # the optimizer is built in a traced step
 

@@ -3,6 +3,7 @@
 import zlib
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import hvdplus.tensorflow as hvd
@@ -83,3 +84,27 @@ def scenario_means_are_alike_and_stay_as_they_are():
         assert all(np.array_equal(tensor, copy) for tensor, copy in found)
         mine = b"".join(copy.tobytes() for _, copy in found)
         assert len(set(hvd.allgather_object(zlib.crc32(mine)))) == 1
+
+
+def scenario_a_source_that_only_some_ranks_use():
+    used, unused = tf.Variable([1.0, 2.0]), tf.Variable([3.0])
+    nobodys = tf.Variable([4.0])
+
+    def gradients(everybody=False):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(used) * (hvd.rank() + 1.0)
+            if hvd.rank() == 0 or everybody:
+                loss += 6.0 * tf.reduce_sum(unused)
+        tape = hvd.DistributedGradientTape(tape, strategy="exact")
+        return tape.gradient(loss, [used, unused, nobodys])
+
+    mean, other, nothing = gradients()
+    assert np.allclose(mean, (hvd.size() + 1) / 2)
+    assert np.allclose(other, 6.0 / hvd.size()) and nothing is None
+    assert np.allclose(tf.function(gradients)(everybody=True)[1], 6.0)
+    if hvd.rank() == 0:
+        tf.function(gradients)()
+    else:
+        text = f"has no gradient on rank {hvd.rank()} and one on other ranks in a traced step; use it on all ranks"
+        with pytest.raises(tf.errors.OpError, match=text):
+            tf.function(gradients)()

@@ -1040,6 +1040,11 @@ def scenario_the_collectives():
     parts = hvd.alltoall(torch.full((SIZE,), RANK), name="f")
     parts = parts[0] if isinstance(parts, tuple) else parts
     assert torch.equal(parts, torch.arange(SIZE))
+    ours = os.environ.get("HVDPLUS_ENGINE") == "mpi"
+    for dtype in (torch.int64, torch.bfloat16, torch.float32) if ours else (torch.float32,):
+        rows = torch.arange(SIZE * 2).reshape(SIZE, 2).to(dtype) * 2 + RANK
+        wanted = (rows.double() - RANK + (SIZE - 1) / 2)[RANK : RANK + 1].to(dtype)
+        assert torch.equal(hvd.reducescatter(rows, name=f"mean.{dtype}", op=hvd.Average), wanted), dtype
     assert torch.allclose(
         hvd.reducescatter(torch.ones(SIZE, 2) * RANK, name="g", op=hvd.Sum), torch.full((1, 2), SIZE * (SIZE - 1) / 2)
     )

@@ -81,7 +81,7 @@ def test_other_buckets_owe_the_same(size, before, after, server):
         np.testing.assert_allclose(values, expected[name], rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 3)])
 def test_another_number_of_ranks_keeps_the_sum(before, now):
     mine = planned(bucket_bytes=2000)
     ranks = {r: take(mine, random_cells(mine, r, before), ARRAYS, r) for r in range(before)}
@@ -110,13 +110,30 @@ def test_one_ranks_file_is_that_ranks(now):
     own = take(mine, random_cells(mine, 0, 4), ARRAYS, 0) | {"start": {"a": Piece(0, np.ones(3))}}
     shares = [share(Saved(4, {0: own}), rank, now, COUNTS, ARRAYS) for rank in range(now)]
     lines = [line for _, line in shares]
-    assert "rank 0 of 4 only" in lines[1] and "consolidate()" in lines[1] and lines.count("") == now - 1
+    line = lines[1 if now == 4 else 0]
+    assert "rank 0 of 4 only" in line and "consolidate()" in line and lines.count("") == now - 1
     for name, values in total([shares[0][0]], now).items():
         np.testing.assert_allclose(values, total([own], 4)[name], rtol=1e-6)
     for kept, _ in shares:
         assert kept["start"]["a"].values.tolist() == [1, 1, 1], "it must be the same on all ranks"
     for kept, _ in shares[1:]:
         assert not any(kept.get(key) for key in IN_GRADIENTS)
+
+
+def test_one_rank_alone_exchanges_nothing_so_it_keeps_nothing_and_says_so():
+    ranks = {r: {"residual": {"b": Piece(0, np.full(50, float(r)))}} for r in range(3)}
+    for have in (ranks, {0: ranks[0]}):
+        kept, line = share(Saved(3, have), 0, 1, COUNTS, ARRAYS)
+        assert (kept, line) == ({}, "hvdplus: what 3 ranks had not delivered is dropped: one rank exchanges nothing.")
+
+
+def test_fewer_ranks_with_a_file_each_say_what_is_lost():
+    lines = [
+        share(Saved(4, {rank: {"residual": {"b": Piece(0, np.ones(50))}}}), rank, 2, COUNTS, ARRAYS)[1]
+        for rank in range(2)
+    ]
+    assert "holds the residuals of rank 0 of 4 only, and what others had not delivered is lost" in lines[0]
+    assert lines[1] == ""
 
 
 def test_each_ranks_own_file_says_nothing():
