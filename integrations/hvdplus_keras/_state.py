@@ -129,18 +129,11 @@ class Memory:
             fits = value.shape == tuple(variable.shape)
             variable.assign(value if fits else keras.ops.zeros(variable.shape, variable.dtype))
         kept: Kept[NumPyArray] = {}
-        strange: list[str] = []
         for label, values in own.items():
             if label.count(".") >= 3:
                 key, begin, place = label.removeprefix(_OWN).rsplit(".", 2)
-                numbers = [int(number) for number in place.split("+")]
-                if max(numbers) < len(self._names):
-                    name = state.whole_name([self._names[number] for number in numbers])
-                    kept.setdefault(key, {})[name] = Piece(int(begin), values)
-                else:
-                    strange.append(f"variable {place} ({key})")
-        if strange and self._collectives.rank == 0:
-            log.warning(state.misfit_line(strange))
+                name = state.whole_name([self._names[int(number)] for number in place.split("+")])
+                kept.setdefault(key, {})[name] = Piece(int(begin), values)
         self._go_on(kept, origin)
 
     def settle(self) -> None:
