@@ -303,7 +303,11 @@ class Exchanger:
             if bucket.flags:
                 parts.append(ops.convert_to_tensor(flags, dtype=bucket.dtype))
             values.append(self._exchange.joined(parts, bucket))
-        return [*values, *(self._local_flat(given.get(index), index) for index in self._local_places())]
+        local = [self._local_flat(given.get(index), index) for index in self._local_places()]
+        if local:  # a loss scaling looks at them, too, and must find the same on all ranks
+            alarm = sum(ops.cast(ops.sum(ops.multiply(flat, 0)), values[0].dtype) for flat in local)
+            values[0] = ops.add(values[0], alarm)
+        return [*values, *local]
 
     def _local_flat(self, gradient: Any, index: int) -> Any:
         described = _parameter(self._variables[index])

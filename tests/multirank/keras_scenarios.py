@@ -520,6 +520,22 @@ def scenario_local_layers():
         opt.hvdplus.verify()
 
 
+def scenario_a_local_gradient_that_is_not_finite_is_seen_by_every_loss_scaling():
+    own, shared = keras.Variable([1.0, 2.0]), keras.Variable([1.0, 2.0])
+    partial = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1))
+    partial.register_local_var(own)
+    scaled = keras.optimizers.LossScaleOptimizer(partial, initial_scale=8.0)
+    for bad in (False, True, False):
+        local = [float("inf") if bad and RANK == 0 else 8.0] * 2
+        grads = [keras.ops.convert_to_tensor(values) for values in (local, [8.0, 8.0])]
+        scaled.apply(grads, [own, shared])
+    assert (
+        hvd.allgather_object((np.array(shared).tolist(), float(scaled.dynamic_scale)))
+        == [(np.array(shared).tolist(), 4.0)] * SIZE
+    )
+    assert np.isfinite(np.array(own)).all()
+
+
 def scenario_collectives():
     value = np.arange(4, dtype="f") + RANK
     assert np.allclose(hvd.allreduce(value), np.arange(4) + (SIZE - 1) / 2)
