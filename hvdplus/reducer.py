@@ -124,6 +124,7 @@ class Reducer(Generic[A]):
         self._codecs = [_with_feedback(codecs.make(b.codec), strategy.feedback) for b in plan.buckets]
         self._sites = [self._site(bucket, new_cell) for bucket in plan.buckets]
         self._sampled = self._turns()
+        self.finite = True  # the last means, as far as anybody had to know
         self._flights: list[_Flight[A]] = []
 
     def _turns(self) -> list[list[int]]:
@@ -199,7 +200,8 @@ class Reducer(Generic[A]):
         outcomes = self._drain()
         sampled = any(flight.size is not None for flight in self._flights)
         if sampled or self._keeps_state():
-            if not all(self._arrays.all_finite(alarm(outcome)) for outcome in outcomes):
+            self.finite = all(self._arrays.all_finite(alarm(outcome)) for outcome in outcomes)
+            if not self.finite:
                 self.rollback()  # the update will be skipped: nothing was delivered
             elif sampled:
                 self._sample_error()

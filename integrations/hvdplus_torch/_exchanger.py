@@ -535,7 +535,8 @@ class Exchanger:
     def state_dict(self) -> dict[str, Any]:
         """Return what goes into the optimizer's ``state_dict()``; no other rank is asked.
 
-        An exchange whose update has not been made will be made anew, so it is not counted.
+        An exchange whose update has not been made will be made anew, so it is not counted; that of one that a loss
+        scaling has skipped will not.
         """
         if self.window.count % self.window.length and not self._warned_of_parts:
             self._warned_of_parts = True
@@ -543,7 +544,8 @@ class Exchanger:
                 "rank %d: state_dict() came after micro-batch %d of accumulate=%d; a half-filled window is not in it.",
                 self.session.world.rank, self.window.count, self.window.length,
             )  # fmt: skip
-        return self.memory.state_dict(self.stats.steps - self.window.full, self.updates)
+        waits = self.window.full and (self._current is None or self._reducer.finite)
+        return self.memory.state_dict(self.stats.steps - waits, self.updates)
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from a ``state_dict()``; from one of a plain optimizer (``None``) with nothing kept."""

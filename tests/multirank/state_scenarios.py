@@ -471,3 +471,27 @@ def scenario_a_rank_without_a_backward_takes_the_last_scale():
                 s.update()
             o.zero_grad()
     assert_close(dict(model.named_parameters()), dict(reference.named_parameters()))
+
+
+def scenario_saved_after_a_step_that_a_loss_scaling_skipped():
+    """With ``zero_grad()`` at the top of the loop, as many write it; the skipped exchange counts in both runs."""
+
+    def train(model, opt, scaler, steps):
+        for step in steps:
+            opt.zero_grad()
+            x, y = batch(step)
+            loss = cross_entropy(model(x), y) * (float("inf") if step == 4 and RANK == 0 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+
+    for codec in ("randomk:0.1", "int8:rounding=stochastic"):
+        (model, opt), scaler = wrapped(codec), torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        train(model, opt, scaler, range(5))
+        state, scale = saved(model, opt), scaler.state_dict()
+        train(model, opt, scaler, range(5, 8))
+        again, opt_again = resumed(state, codec)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.load_state_dict(scale)
+        train(again, opt_again, scaler, range(5, 8))
+        assert bytes_of(again, opt_again) == bytes_of(model, opt), codec
