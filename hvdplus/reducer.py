@@ -13,7 +13,7 @@ from hvdplus.arrays import Arrays, Cell
 from hvdplus.codecs import Codec, ErrorFeedback, Exchange, Outcome, Site
 from hvdplus.collectives import AllGather, Collectives, Pending, ReduceScatter, Request, wire_bytes
 from hvdplus.plan import Bucket, Plan
-from hvdplus.state import Kept, put, take
+from hvdplus.state import Kept, in_gradients, put, take
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
 from hvdplus.watch import Watch
@@ -262,6 +262,15 @@ class Reducer(Generic[A]):
         if isinstance(request, ReduceScatter):
             return arrays.zeros(arrays.count(request.value) // size, arrays.dtype(request.value))
         return arrays.rows(arrays.zeros(arrays.count(request.value) * size, arrays.dtype(request.value)), size)
+
+    def carry(self, share: float) -> None:
+        """Keep what the last exchange left where ``share`` of its means is given once more, in a mean with others."""
+        for site in self._sites:
+            for key, cell in site.cells.items():
+                if in_gradients(key) and share != 1.0:
+                    after, before = self._arrays.scaled(cell.staged, share), self._arrays.scaled(cell.read(), 1 - share)
+                    cell.write(self._arrays.add(after, before))
+        self.commit()
 
     def commit(self) -> None:
         """Keep what the last exchange left in the codecs' state."""

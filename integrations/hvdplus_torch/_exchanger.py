@@ -88,6 +88,7 @@ class Exchanger:
         self._root_only = False  # rank 0's gradient makes this step
         self._unfinished = False  # a backward pass was opened and has not ended
         self._before: tuple[int, torch.Tensor] | None = None  # a mean before autograd adds to it
+        self._carried = 0  # micro-batches in a mean that a window has gone on from
         self._thrown = 0  # micro-batches thrown away since the last update
         self._unverified = True  # no update since the parameters were given
         self._warned_of_parts = False
@@ -207,10 +208,18 @@ class Exchanger:
         """Go on from a full window that had no step: add to it, or drop what was thrown away."""
         if not carried:
             self.discard()
-        elif self.window.length == 1:
+            return
+        if self.strategy.op == "sum" and self.collectives.size > 1:
+            raise ExchangeError(
+                f"rank {self.session.world.rank}: backward() adds to gradients that are summed over ranks already "
+                f"(op='sum'), which would count them on every rank; call zero_grad() before it, or take the mean."
+            )
+        if self.window.length == 1:
             self.window.restart()
             self._reducer.commit()
-        elif not self._sums:
+            return
+        self._carried = self.window.count
+        if not self._sums:
             self._unaverage()
 
     def _unaverage(self) -> None:
@@ -227,6 +236,9 @@ class Exchanger:
 
     def _prepare_to_send(self, factor: float) -> None:
         self._factor = 1.0 if self._sums else factor
+        if self._carried:
+            self._reducer.carry(self._carried * self._factor if not self._sums else 1.0)
+            self._carried = 0
         self._follow_scale()
         self._missing = [len(bucket.members) for bucket in self._layout.plan.buckets]
 
@@ -524,6 +536,7 @@ class Exchanger:
     def discard(self) -> None:
         """Throw the current window away; it leaves no trace."""
         self.window.restart()
+        self._carried = 0
         self._unfinished = False
         self._have = [False] * len(self._params)
         if self._current is not None:

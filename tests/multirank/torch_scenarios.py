@@ -858,6 +858,35 @@ def scenario_a_full_window_goes_on():
     assert difference(model, alone) < 1e-6
 
 
+def scenario_a_full_window_that_goes_on_delivers_all_it_was_given():
+    """With error feedback: what was given in all is what was delivered in all plus the residual."""
+    for codec, passes in itertools.product(("int4", "onebit"), (2, 3, 4)):
+        p = torch.nn.Parameter(torch.zeros(3000))
+        opt = hvdplus.wrap(torch.optim.SGD([p], lr=1.0), named_parameters=[("p", p)], strategy=codec, accumulate=2)
+        generator, given = torch.Generator().manual_seed(RANK), torch.zeros(3000)
+        for _ in range(4):
+            for _ in range(passes):
+                slope = torch.randn(3000, generator=generator)
+                given += slope / passes
+                (p * slope).sum().backward()
+            opt.step()
+            opt.zero_grad()
+        lost = hvd.allreduce(given - opt.hvdplus.residuals()["p"], name=f"{codec}.{passes}")
+        if SIZE == 2:  # more ranks have residuals as servers, too
+            assert torch.allclose(-p.detach(), lost, atol=1e-4), (codec, passes, (-p.detach() - lost).abs().max())
+
+
+def scenario_a_sum_over_ranks_is_not_added_to():
+    for window in (1, 2):
+        p = torch.nn.Parameter(torch.zeros(3))
+        opt = hvdplus.wrap(torch.optim.SGD([p], lr=1.0), op="sum", accumulate=window)
+        for _ in range(window):
+            (p * 1.0).sum().backward()
+        with pytest.raises(hvdplus.ExchangeError, match=r"summed over ranks already \(op='sum'\).*call zero_grad\(\)"):
+            (p * 10.0).sum().backward()
+        opt.zero_grad()
+
+
 def scenario_two_optimizers_that_backward_reaches_in_any_order():
     a, b = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
     opt_a = hvdplus.wrap(torch.optim.SGD(a.parameters(), lr=0.1), model=a)
