@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import torch
 
 from hvdplus.arrays import Cell, NumPyArray
@@ -67,7 +68,7 @@ class EagerExchange:
             scaled = in_gradients(name)
             return _KerasCell(new_variable(name, size, dtype), lambda: self._scale if scaled else 1.0)
 
-        arrays = TorchArrays(torch.get_default_device())
+        arrays = TorchArrays(keras.ops.zeros(()).device)  # where Keras puts variables, which torch does not know
         self.reducer = _Resumed(plan, strategy, collectives, arrays, session.watch, scope, stats, cell)
         self.asks = self.reducer.prepare()
 
