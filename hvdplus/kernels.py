@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import platform
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -743,7 +744,7 @@ def _to_brain(bits: Any, out: Any) -> None:
 
 
 @_compiled
-def _to_half(bits: Any, x: Any, out: Any) -> None:
+def _to_half_by_bits(bits: Any, x: Any, out: Any) -> None:
     for i in range(out.size):
         size = np.uint32(bits[i] & np.uint32(_MAGNITUDE))
         sign = np.uint32(bits[i] & np.uint32(0x80000000)) >> np.uint32(16)
@@ -786,7 +787,7 @@ def _from_brain(bits: Any, out: Any) -> None:
 
 
 @_compiled
-def _from_half(bits: Any, out: Any) -> None:
+def _from_half_by_bits(bits: Any, out: Any) -> None:
     for i in range(out.size):
         size = np.uint32(np.uint32(bits[i] & np.uint16(0x7FFF)) << np.uint32(13))
         sign = np.uint32(np.uint32(bits[i] & np.uint16(0x8000)) << np.uint32(16))
@@ -796,3 +797,57 @@ def _from_half(bits: Any, out: Any) -> None:
         small = np.float32(np.uint32(size + lowest).view(np.float32) - lowest.view(np.float32)).view(np.uint32)
         number = small if size < np.uint32(0x800000) else normal
         out[i] = (large if size >= np.uint32(0x0F800000) else number) | sign
+
+
+def _converts() -> bool:
+    """Whether the processor converts halves itself; where it does not, a compiler would look for a library that does.
+
+    Numba that was told to compile for another processor is not asked.
+    """
+    if numba is None or numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        return False
+    return platform.machine() in ("aarch64", "arm64") or bool(_features().get("f16c"))
+
+
+def _features() -> dict[str, bool]:
+    from llvmlite import binding  # type: ignore[import-untyped]
+
+    return dict(binding.get_host_cpu_features())
+
+
+_to_half: Any = _to_half_by_bits
+_from_half: Any = _from_half_by_bits
+
+if _converts():
+    from llvmlite import ir
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _half(_context: Any, _number: Any) -> Any:
+        """Round to the nearest half and return its bits."""
+
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+        return numba.types.uint16(numba.types.float32), generate
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _whole(_context: Any, _bits: Any) -> Any:
+        """Return the number whose bits as a half are these."""
+
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+        return numba.types.float32(numba.types.uint16), generate
+
+    @_compiled
+    def _to_half_by_processor(_bits: Any, x: Any, out: Any) -> None:
+        for i in range(out.size):
+            out[i] = _half(x[i])
+
+    @_compiled
+    def _from_half_by_processor(bits: Any, out: Any) -> None:
+        numbers = out.view(np.float32)
+        for i in range(out.size):
+            numbers[i] = _whole(np.uint16(bits[i]))
+
+    _to_half, _from_half = _to_half_by_processor, _from_half_by_processor

@@ -119,3 +119,27 @@ def test_without_numba_array_operations_do_it_and_it_is_said_once(monkeypatch, c
 def test_what_loops_over_addresses_would_misread_is_refused(piece):
     with pytest.raises(ValueError, match="float32 without gaps"):
         kernels.table([np.zeros(3, np.float32), piece])
+
+
+def test_halves_are_the_same_by_the_processor_and_by_their_bits():
+    bits = np.arange(65536, dtype=np.uint16)
+    found, expected = np.empty(bits.size, np.float32), np.empty(bits.size, np.float32)
+    kernels._from_half(bits, found.view(np.uint32))
+    kernels._from_half_by_bits(bits, expected.view(np.uint32))
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found, bits.view(np.float16).astype(np.float32))
+    generator = np.random.default_rng(0)
+    numbers = np.concatenate([generator.integers(0, 2**32, 10**6, np.uint32).view(np.float32), expected])
+    near, near_by_bits = np.empty(numbers.size, np.int16), np.empty(numbers.size, np.int16)
+    kernels._to_half(numbers.view(np.uint32), numbers, near)
+    kernels._to_half_by_bits(numbers.view(np.uint32), numbers, near_by_bits)
+    np.testing.assert_array_equal(near.view(np.float16), near_by_bits.view(np.float16))
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.testing.assert_array_equal(near.view(np.float16), numbers.astype(np.float16))
+
+
+@pytest.mark.parametrize("told", [{"CPU_NAME": "generic"}, {"CPU_FEATURES": "+sse2"}])
+def test_numba_that_compiles_for_another_processor_is_not_asked_for_what_this_one_has(monkeypatch, told):
+    for name, value in told.items():
+        monkeypatch.setattr(kernels.numba.config, name, value)
+    assert not kernels._converts()
