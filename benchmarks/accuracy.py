@@ -23,6 +23,7 @@ from typing import Any
 import matplotlib
 import reporting
 from matplotlib import pyplot
+from matplotlib.ticker import LogLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -266,12 +267,16 @@ def plot(rows: list[Row], path: Path) -> None:
     for row in usual:
         name = row["codec"].partition(":")[0] + ("" if row["momentum"] else ", no momentum")
         families.setdefault(name, []).append(row)
+    colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(n.partition(",")[0] for n in families))}
     for name, members in families.items():
-        _draw(axes, name, sorted(members, key=lambda row: row["bytes_a_step"]))
+        codec, _, without = name.partition(",")
+        style = {"label": name, "color": colours[codec], "linestyle": "--" if without else "-"}
+        _draw(axes, style, sorted(members, key=lambda row: row["bytes_a_step"]))
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set(xscale="log", xlabel="MB that a rank sends in a step", ylabel="validation loss above exact's, %")
     axes.set_yscale("symlog", linthresh=1.0)  # straight up to 1 %
     axes.set_ylim(bottom=-0.15)
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     for set_formatter in (
         axes.xaxis.set_major_formatter,
         axes.xaxis.set_minor_formatter,
@@ -284,11 +289,11 @@ def plot(rows: list[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw(axes: Any, name: str, members: list[Row]) -> None:
+def _draw(axes: Any, style: dict[str, str], members: list[Row]) -> None:
     x, y = [row["bytes_a_step"] / 1e6 for row in members], [row["above_percent"] for row in members]
     below = [row["above_percent"] - row["least_percent"] for row in members]
     above = [row["most_percent"] - row["above_percent"] for row in members]
-    axes.errorbar(x, y, yerr=[below, above], marker="o", capsize=3, label=name)
+    axes.errorbar(x, y, yerr=[below, above], marker="o", capsize=3, **style)
     for row, where in zip(members, zip(x, y, strict=True), strict=True):
         argument = row["codec"].partition(":")[2]
         axes.annotate(argument, where, textcoords="offset points", xytext=(0, 7), ha="center", fontsize=7)
