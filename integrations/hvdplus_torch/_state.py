@@ -133,9 +133,9 @@ class Memory:
         if line:
             log.warning(line)
         if size == 1:  # one rank is the plain optimizer
-            misfits += [f"{name} ({key})" for key, pieces in kept.items() for name in pieces]
             kept = {}
-        self._report(sorted(set(misfits)))
+        else:
+            self._report(sorted(set(misfits)))
         self.keep(self._on_devices(kept))
         if saved and saved["size"] == size and len(ranks) == size:
             self._everyone = ranks
