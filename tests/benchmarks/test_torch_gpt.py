@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-import hvdplus
+import hvdplus.torch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torch_gpt.py"
 spec = importlib.util.spec_from_file_location("torch_gpt", EXAMPLE)
@@ -60,6 +61,15 @@ def test_it_learns_and_logs(tmp_path):
     assert f"validation loss  {entries[-1]['loss']:.4f}" in ended.stdout
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """One rank, and no engine that would outlive the test."""
+    monkeypatch.setenv("HVDPLUS_ENGINE", "local")
+    yield
+    hvdplus.torch.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
 def test_momentum_is_taken_away_where_the_codec_sets_in(monkeypatch):
     seen, taken, model = [], [], gpt.GPT(8, 1, 1, 4)
     optimizer = gpt.adamw(model, 1e-3)
