@@ -94,8 +94,11 @@ def fingerprint(means: Sequence[npt.NDArray[Any]]) -> list[float]:
     >>> fingerprint([np.float32([1, 2]), np.float32([[3]])])
     [6.0, 14.0]
     """
-    wide = [mean.reshape(-1).astype(np.float64) for mean in means]
-    return [float(sum(x.sum() for x in wide)), float(sum(x @ x for x in wide))]
+    total, squares = 0.0, 0.0
+    for mean in means:
+        wide = mean.reshape(-1).astype(np.float64)
+        total, squares = total + float(wide.sum()), squares + float(wide @ wide)
+    return [total, squares]
 
 
 def _size(shape: Shape) -> int:

@@ -108,7 +108,8 @@ def measure(turn: Turn, build: Build, wait: Callable[[bool], bool]) -> Measured:
             found.seconds.append(took)
     wait(True)  # all have received, so all has been sent
     found.sent = sent_bytes() - before
-    found.sample, found.own, found.peak_rss = contender.sample(), contender.counted(), peak_rss()
+    found.peak_rss = peak_rss()  # before anything is looked at, which takes memory, too
+    found.sample, found.own = contender.sample(), contender.counted()
     return found
 
 

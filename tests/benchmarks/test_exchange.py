@@ -164,3 +164,13 @@ def test_a_turn_ends_with_an_exchange_even_when_its_time_is_up(monkeypatch, seco
     assert len(found.seconds) == len(steps) - 2
     assert found.sample == [2.0 * len(steps)]
     assert found.peak_rss > 0
+
+
+def test_memory_is_read_before_means_are_looked_at(monkeypatch):
+    monkeypatch.setenv(protocol.INTERFACE, "lo")
+    order, contender = [], Recorded()
+    monkeypatch.setattr(protocol, "peak_rss", lambda: order.append("peak") or 1)
+    monkeypatch.setattr(contender, "sample", lambda: order.append("sample") or [1.0])
+    turn = protocol.Turn("x/y/z", "tiny", warmup=1, steps=1, seconds=1.0, first=0)
+    protocol.measure(turn, lambda name, work: contender, lambda go: go)
+    assert order == ["peak", "sample"]
