@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,7 +21,6 @@ from hvdplus.reducer import Reducer
 from hvdplus.session import Framework, Session
 from hvdplus.stats import Stats
 from hvdplus.strategy import Strategy
-from hvdplus.watch import Watch
 
 A = TypeVar("A")
 
@@ -35,8 +32,6 @@ _SIZES = ((1, 4), (4, 16), (16, 64))  # units exchanged over a slow, a middling 
 _SLOW, _MIDDLING = 0.05, 0.01  # seconds that four units of fp16 take over these
 _REPEATS = 3
 _NOISE = 0.05  # a codec that loses more must be faster by so much
-
-_surveys: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # by group: ranks outside do not count along
 
 
 @dataclass(frozen=True)
@@ -138,27 +133,27 @@ def survey(
     collectives = among or session.collectives
     ranks = _Ranks(session, collectives)
     latency = ranks.agreed(min(ranks.timed(ranks.ping) for _ in range(20)))
-    probe = _Exchange("fp16", 4, ranks.lent, session.watch)
+    probe = _Exchange("fp16", 4, ranks.lent, session)
     first = ranks.agreed(min(ranks.timed(probe) for _ in range(2)))
     sizes = _SIZES[0 if first > _SLOW else 1 if first > _MIDDLING else 2]
     costs = []
     for spec in specs:
         progress(spec)
-        costs.append(_cost(spec, sizes, ranks, session.watch))
-    exact = next((cost for cost in costs if cost.codec == "exact"), None) or _cost("exact", sizes, ranks, session.watch)
+        costs.append(_cost(spec, sizes, ranks, session))
+    exact = next((cost for cost in costs if cost.codec == "exact"), None) or _cost("exact", sizes, ranks, session)
     return Survey(collectives.size, latency, 8 * exact.bytes_each / exact.each, tuple(costs))
 
 
-def _cost(spec: str, sizes: tuple[int, int], ranks: _Ranks, watch: Watch) -> Cost:
+def _cost(spec: str, sizes: tuple[int, int], ranks: _Ranks, session: Session[Any]) -> Cost:
     """Measure two sizes, and lay a line through them."""
     times = []
     for units in sizes:
-        exchange = _Exchange(spec, units, ranks.lent, watch)
+        exchange = _Exchange(spec, units, ranks.lent, session)
         exchange()  # loops are compiled, memory is taken
         times.append(ranks.agreed(min(ranks.timed(exchange) for _ in range(_REPEATS))))
     small, large = (units * _UNIT for units in sizes)
     each = max((times[1] - times[0]) / (large - small), 1e-12)
-    alone = _Exchange(spec, sizes[1], _Echo(ranks.lent.size), watch)
+    alone = _Exchange(spec, sizes[1], _Echo(ranks.lent.size), session)
     alone()
     own = ranks.agreed(min(ranks.timed(alone) for _ in range(_REPEATS))) / large
     return Cost(spec, max(times[0] - each * small, 0.0), each, own, exchange.bytes_each)
@@ -167,13 +162,13 @@ def _cost(spec: str, sizes: tuple[int, int], ranks: _Ranks, watch: Watch) -> Cos
 class _Exchange:
     """One step's exchange of so many units of random numbers in one codec; a call is a step."""
 
-    def __init__(self, spec: str, units: int, collectives: Collectives[NumPyArray], watch: Watch) -> None:
+    def __init__(self, spec: str, units: int, collectives: Collectives[NumPyArray], session: Session[Any]) -> None:
         from hvdplus.kernels import HostArrays  # numba, which takes its time
 
         strategy = Strategy(spec, min_compress=1)
         parameters = [Parameter(f"unit{i}", (_SIDE, _SIDE), "float32") for i in range(units)]
         self._stats = Stats()
-        scope = f"survey.{collectives.label}.{next(_surveys[collectives.label])}"
+        scope, watch = session.name("survey", collectives), session.watch
         planned = plan(parameters, strategy)
         self._reducer = Reducer(planned, strategy, collectives, HostArrays(), watch, scope, self._stats)
         generator = np.random.default_rng(collectives.rank)
@@ -203,7 +198,7 @@ class _Ranks:
 
     def ping(self) -> None:
         """Let a small message go round."""
-        name = f"hvdplus.ping.{self.lent.label}.{next(_surveys[self.lent.label])}"
+        name = self._session.name("ping", self._collectives)
         self._session.watch.wait(self.lent.start(AllReduce(np.zeros(1, np.float32)), name))
 
     def timed(self, function: Callable[[], object]) -> float:

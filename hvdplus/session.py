@@ -72,7 +72,7 @@ class Session(Generic[A]):
         among = collectives or self.collectives
         if among.size == 1:
             return [payload]
-        name = self._name("gather", among)
+        name = self.name("gather", among)
         lengths = self._all(np.array([len(payload)], np.int64), f"{name}.length", among).reshape(-1)
         padded = np.zeros(max(1, int(lengths.max())), np.uint8)
         padded[: len(payload)] = np.frombuffer(payload, np.uint8)
@@ -86,7 +86,7 @@ class Session(Generic[A]):
         if group.size == 1 or value.size == 0:
             return value
         raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8).copy()
-        pending = group.start(Broadcast(self.framework.lend(raw), root), self._name("copy", group))
+        pending = group.start(Broadcast(self.framework.lend(raw), root), self.name("copy", group))
         answer = self.framework.read(self.watch.wait(pending))
         return np.ascontiguousarray(answer).view(value.dtype).reshape(value.shape)
 
@@ -97,11 +97,11 @@ class Session(Generic[A]):
         if group.size == 1 or value.size == 0:
             return value
         given = self.framework.lend(np.array(value))
-        pending = group.start(AllReduce(given, scale=1.0 / group.size), self._name("mean", group))
+        pending = group.start(AllReduce(given, scale=1.0 / group.size), self.name("mean", group))
         return self.framework.read(self.watch.wait(pending))
 
-    def _name(self, kind: str, group: Collectives[A]) -> str:
-        """Return the next name for a group: ranks outside it do not count along."""
+    def name(self, kind: str, group: Collectives[A]) -> str:
+        """Return the next name for a request of a group: ranks outside it do not count along."""
         calls = self._calls.setdefault(group.label, itertools.count())
         return f"hvdplus.{kind}.{group.label}.{next(calls)}"
 

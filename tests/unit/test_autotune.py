@@ -119,7 +119,7 @@ def test_auto_chooses_for_a_whole_strategy_only():
 
 
 def test_the_echo_leaves_only_a_codecs_own_work():
-    exchange = autotune._Exchange("int8", 1, autotune._Echo(2), Watch(0, 1))
+    exchange = autotune._Exchange("int8", 1, autotune._Echo(2), alone())
     exchange()
     assert exchange.bytes_each == pytest.approx(1 + 2 / 512, abs=1e-3)
     assert isinstance(exchange._reducer._arrays, HostArrays)
@@ -137,10 +137,12 @@ def test_names_of_a_survey_are_counted_by_group():
             names.append(name)
             return super().start(request, name)
 
+    session = alone()
+
     def survey(label):
-        ranks = autotune._Ranks(alone(), Group(label))
+        ranks = autotune._Ranks(session, Group(label))
         ranks.ping()
-        autotune._Exchange("exact", 1, ranks.lent, Watch(0, 1))()
+        autotune._Exchange("exact", 1, ranks.lent, session)()
 
     survey("a set")
     first, names[:] = list(names), []
