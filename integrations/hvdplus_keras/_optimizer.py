@@ -264,6 +264,12 @@ def find(optimizer: Any) -> Exchanger | None:
     return None
 
 
+def shared(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Return those of ``variables`` that are no rank's own, such as what the optimizer's codecs did not deliver."""
+    exchanger = find(optimizer)
+    return list(variables) if exchanger is None else exchanger.without_own(variables)
+
+
 def _class(base: type) -> type:
     """Return the wrapped form of an optimizer's class, a subclass of it.
 

@@ -11,7 +11,7 @@ import keras
 from hvdplus.errors import StrategyError
 from hvdplus_keras._backend import backend
 from hvdplus_keras._exchanger import copy_from
-from hvdplus_keras._optimizer import find
+from hvdplus_keras._optimizer import find, shared
 
 
 def _gather(value: Any) -> list[Any]:
@@ -62,15 +62,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             return
         self._done = True
         optimizer = self.model.optimizer
-        variables = [*self.model.variables, *_shared(optimizer)]
-        copy_from(backend().session(), [v for v in variables if id(v) not in self._local], self.root_rank)
-
-
-def _shared(optimizer: Any) -> list[Any]:
-    """Return an optimizer's variables, but for what a rank has of its own, such as what its codecs did not deliver."""
-    exchanger = find(optimizer)
-    variables = [] if optimizer is None else list(optimizer.variables)
-    return variables if exchanger is None else exchanger.without_own(variables)
+        variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
+        mine = [v for v in shared(optimizer, variables) if id(v) not in self._local]
+        copy_from(backend().session(), mine, self.root_rank)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from horovod.tensorflow.keras.elastic import (
 from hvdplus.errors import StrategyError
 from hvdplus_keras._backend import adapter, backend
 from hvdplus_keras._exchanger import copy_from
-from hvdplus_keras._optimizer import find
+from hvdplus_keras._optimizer import shared
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
@@ -58,8 +58,6 @@ class KerasState(ObjectState):  # type: ignore[misc]
 
     def sync(self) -> None:
         """Take rank 0's, and keep it; what a rank alone has, such as what its codecs did not deliver, stays its own."""
-        exchanger = find(self.optimizer)
-        shared = self._variables() if exchanger is None else exchanger.without_own(self._variables())
-        copy_from(backend().session(), shared)
+        copy_from(backend().session(), shared(self.optimizer, self._variables()))
         self._save_model()
         super().sync()
