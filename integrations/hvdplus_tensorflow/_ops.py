@@ -81,15 +81,19 @@ def allreduce(
     return compression.decompress(tf.cast(total, small.dtype), context)
 
 
+def _summed(kind: Any, value: Tensor, factor: float, name: str | None) -> Tensor:
+    """Return a sum over ranks times ``factor``; whole numbers are added up before they are multiplied."""
+    if value.dtype.is_floating or factor == 1.0:
+        return _answer(kind(value, factor), name)
+    return tf.cast(tf.cast(_answer(kind(value), name), tf.float64) * factor, value.dtype)
+
+
 def _reduced(tensor: Tensor, factor: float, name: str | None) -> Tensor:
     """Add up over ranks; the gradient of that is the sum over ranks of the gradients."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def reduce(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        scale = factor if value.dtype.is_floating else 1.0
-        total = tf.reshape(_answer(AllReduce(tf.reshape(value, [-1]), scale), name), value.shape)
-        if scale != factor:
-            total = tf.cast(tf.cast(total, tf.float64) * factor, value.dtype)
+        total = tf.reshape(_summed(AllReduce, tf.reshape(value, [-1]), factor, name), value.shape)
         return total, lambda upstream: _reduced(upstream, factor, name and f"{name}.grad")
 
     return reduce(tensor)
@@ -164,11 +168,10 @@ def reducescatter(
     value, context = compression.compress(tf.convert_to_tensor(tensor))
     _check_parts(value, ranks)
     factor = _factor(op, None) * prescale_factor * postscale_factor
-    rows = tf.cast(value, tf.float32) if value.dtype in (tf.float16, tf.bfloat16) else value
-    exact = value.dtype.is_floating or factor == 1.0  # whole numbers are added up before they are divided
-    part = _answer(ReduceScatter(tf.reshape(rows, [ranks, -1]), factor if exact else 1.0), name)
-    mine = tf.cast(part if exact else tf.cast(part, tf.float64) * factor, value.dtype)
-    return compression.decompress(tf.reshape(mine, [value.shape[0] // ranks, *value.shape[1:]]), context)
+    half = value.dtype in (tf.float16, tf.bfloat16)  # our engines add in fp32
+    rows = tf.reshape(tf.cast(value, tf.float32) if half else value, [ranks, -1])
+    part = tf.cast(_summed(ReduceScatter, rows, factor, name), value.dtype)
+    return compression.decompress(tf.reshape(part, [value.shape[0] // ranks, *value.shape[1:]]), context)
 
 
 def _check_parts(value: Tensor, ranks: int) -> None:

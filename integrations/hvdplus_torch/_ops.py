@@ -72,6 +72,13 @@ def _refuse_process_set(process_set: Any) -> None:
         raise StrategyError(f"process_set= needs engine 'horovod', and this is {_session.session().engine!r}.")
 
 
+def _summed(kind: Any, value: torch.Tensor, scale: float, name: str | None) -> torch.Tensor:
+    """Return a sum over ranks times ``scale``; whole numbers are added up before they are multiplied."""
+    if value.is_floating_point() or scale == 1.0:
+        return _wait(kind(value, scale), name)
+    return (_wait(kind(value), name) * scale).to(value.dtype)
+
+
 class _AllReduceFunction(torch.autograd.Function):
     """The gradient of a sum over ranks is the sum over ranks of the gradients."""
 
@@ -79,10 +86,7 @@ class _AllReduceFunction(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, scale: float, name: str | None) -> torch.Tensor:
         """Return the sum over ranks of ``tensor * scale``."""
         ctx.scale, ctx.name = scale, name
-        flat = tensor.detach().reshape(-1).clone()
-        if not flat.is_floating_point() and scale != 1.0:
-            return (_wait(AllReduce(flat), name) * scale).to(tensor.dtype).view(tensor.shape)
-        return _wait(AllReduce(flat, scale), name).view(tensor.shape)
+        return _summed(AllReduce, tensor.detach().reshape(-1).clone(), scale, name).view(tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -199,10 +203,10 @@ def reducescatter(
         raise StrategyError(f"the first dimension, {len(tensor)}, must be a multiple of the {ranks} ranks.")
     small, context = compression.compress(tensor.detach())
     scale = _mean_or_sum(op, None) * prescale_factor * postscale_factor
-    exact = small.is_floating_point() or scale == 1.0  # whole numbers are added up before they are divided
-    rows = small.float() if small.dtype in (torch.float16, torch.bfloat16) else small.clone()
-    part = _wait(ReduceScatter(rows.reshape(ranks, -1), scale if exact else 1.0), name)
-    mine = (part if exact else part * scale).to(small.dtype).view(len(tensor) // ranks, *tensor.shape[1:])
+    half = small.dtype in (torch.float16, torch.bfloat16)  # our engines add in fp32
+    rows = small.float() if half else small.clone()
+    part = _summed(ReduceScatter, rows.reshape(ranks, -1), scale, name).to(small.dtype)
+    mine = part.view(len(tensor) // ranks, *tensor.shape[1:])
     return compression.decompress(mine, context)  # type: ignore[no-any-return]
 
 
