@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from hvdplus.arrays import Cell, NumPyArray
-from hvdplus.codecs import Codec, Outcome, Site
+from hvdplus.codecs import Codec, Site
 from hvdplus.collectives import Collectives
 from hvdplus.errors import ExchangeError
 from hvdplus.plan import Bucket, Plan
@@ -49,9 +49,10 @@ class TracedReducer(Reducer[Tensor]):
         for value in values:
             self.start(value)
         outcomes = self._drain()
-        error = self._traced_error(outcomes)
+        finite = tf.reduce_all([self._arrays.all_finite(alarm(outcome)) for outcome in outcomes])
+        error = self._traced_error(finite)
         self._flights = []
-        self._settle(outcomes)
+        self._settle(finite & (outcomes[-1].mean[-1] > 0) if self.weighed else finite)
         return self._delivered(outcomes), error
 
     def _choose(self, bucket: Bucket, site: Site[Tensor]) -> tuple[Codec, bool]:
@@ -60,21 +61,13 @@ class TracedReducer(Reducer[Tensor]):
             return self._exact, False
         return self._codecs[bucket.index], bucket.codec != "exact" and self.form == _SAMPLED
 
-    def _settle(self, outcomes: list[Outcome[Tensor]]) -> None:
+    def _settle(self, delivered: Tensor) -> None:
         """Keep the codecs' state if all means are finite and anybody gave something: else there will be no update."""
-        if not self._keeps_state():
-            return
-        delivered = self._finite(outcomes)
-        if self.weighed:
-            delivered &= outcomes[-1].mean[-1] > 0
         for site in self._sites:
             for cell in site.cells.values():
                 cell.settle(delivered)  # type: ignore[attr-defined]
 
-    def _finite(self, outcomes: list[Outcome[Tensor]]) -> Tensor:
-        return tf.reduce_all([self._arrays.all_finite(alarm(outcome)) for outcome in outcomes])
-
-    def _traced_error(self, outcomes: list[Outcome[Tensor]]) -> Tensor:
+    def _traced_error(self, finite: Tensor) -> Tensor:
         if self.form != _SAMPLED:
             return tf.constant(-1.0, tf.float64)
         lost, given = tf.constant(0.0, tf.float64), tf.constant(0.0, tf.float64)
@@ -82,7 +75,7 @@ class TracedReducer(Reducer[Tensor]):
             if flight.size is not None:
                 lost += tf.cast(self._lost_by(flight), tf.float64) ** 2
                 given += flight.size**2
-        return tf.where(self._finite(outcomes) & (given > 0), tf.sqrt(lost / given), tf.constant(-1.0, tf.float64))
+        return tf.where(finite & (given > 0), tf.sqrt(lost / given), tf.constant(-1.0, tf.float64))
 
 
 class VariableCell(Cell[Tensor]):
