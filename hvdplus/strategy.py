@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hvdplus import codecs
+from hvdplus.codecs.registry import split
 from hvdplus.errors import StrategyError
 
 
@@ -150,7 +151,7 @@ def _check_spec(name: str, spec: Any) -> None:
     except StrategyError as error:
         if name != "codec":
             raise StrategyError(f"{name}: {error}") from error
-        if "keyword" in str(error):
+        if isinstance(error.__cause__, TypeError) and split(spec)[2]:  # an option may have been meant as a field
             fields = ", ".join(_FIELDS)
             raise StrategyError(f"{str(error).rstrip('.')}, and the fields of a strategy are {fields}.") from error
         raise

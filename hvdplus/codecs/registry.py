@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdplus.codecs.auto import Auto
@@ -81,11 +81,20 @@ def make(spec: str) -> Codec:
         raise StrategyError(f"codec {name!r} is unknown; known are {', '.join(known())}{hint}")
     maker = _MAKERS[name]
     try:
+        return maker(*arguments, **options)
+    except TypeError as error:
+        misfit = _misfit(maker, arguments, options) or error
+        takes = _takes(name, maker)
+        raise StrategyError(f"codec spec {spec!r} does not fit codec {name!r}: {misfit}; {takes}.") from error
+
+
+def _misfit(maker: Callable[..., Codec], arguments: Sequence[Any], options: Mapping[str, Any]) -> TypeError | None:
+    """Return why a codec does not take these, if it does not, without the names of Python's functions."""
+    try:
         inspect.signature(maker).bind(*arguments, **options)
     except TypeError as error:
-        takes = _takes(name, maker)
-        raise StrategyError(f"codec spec {spec!r} does not fit codec {name!r}: {error}; {takes}.") from error
-    return maker(*arguments, **options)
+        return error
+    return None
 
 
 def _takes(name: str, maker: Callable[..., Codec]) -> str:
