@@ -806,13 +806,9 @@ def _converts() -> bool:
     """
     if numba is None or numba.config.CPU_NAME or numba.config.CPU_FEATURES:
         return False
-    return platform.machine() in ("aarch64", "arm64") or bool(_features().get("f16c"))
-
-
-def _features() -> dict[str, bool]:
     from llvmlite import binding  # type: ignore[import-untyped]
 
-    return dict(binding.get_host_cpu_features())
+    return platform.machine() in ("aarch64", "arm64") or bool(binding.get_host_cpu_features().get("f16c"))
 
 
 _to_half: Any = _to_half_by_bits

@@ -365,19 +365,23 @@ class Exchanger:
         present, *means = (note / factor for note in notes.tolist())
         if not present > 1 - 0.5 / size:  # a rank has joined
             return
-        differ = [abs(mean - mine) > tolerance for mean, mine in zip(means, self._notes()[1:], strict=True)]
-        if differ[0]:
-            raise ExchangeError(
-                f"rank {self.session.world.rank} trains other parameters than other ranks do; freeze and thaw the same "
-                f"ones (requires_grad) on all ranks before the same backward()."
-            )
-        for mean, mine, what in zip(means[1:], self._notes()[2:], ("updates", "loads of optimizer state"), strict=True):
+        kinds = ("", "updates", "loads of optimizer state")
+        for mean, mine, kind in zip(means, self._notes()[1:], kinds, strict=True):
             if abs(mean - mine) > tolerance:
-                raise ExchangeError(
-                    f"rank {self.session.world.rank} has made {mine:g} {what} and the mean over ranks is {mean:g} "
-                    f"(modulo {_NOTED}), so some ranks have skipped or repeated one; call step(), zero_grad() and "
-                    f"load_state_dict() alike on all ranks."
-                )
+                raise ExchangeError(f"rank {self.session.world.rank} {self._parted(mean, mine, kind)}")
+
+    @staticmethod
+    def _parted(mean: float, mine: float, kind: str) -> str:
+        """Say how this rank's count differs from the others', and what to do."""
+        if not kind:
+            return (
+                "trains other parameters than other ranks do; freeze and thaw the same ones (requires_grad) on all "
+                "ranks before the same backward()."
+            )
+        return (
+            f"has made {mine:g} {kind} and the mean over ranks is {mean:g} (modulo {_NOTED}), so some ranks have "
+            f"skipped or repeated one; call step(), zero_grad() and load_state_dict() alike on all ranks."
+        )
 
     def _hand_out(self) -> None:
         """Make the means the parameters' gradients; none where no rank used the parameter."""
