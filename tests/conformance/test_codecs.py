@@ -584,3 +584,14 @@ def test_a_codec_holds_no_message_whose_memory_the_engine_has_no_use_for(spec, s
     with pytest.raises(StopIteration) as end:
         exchange.send(rows)
     assert np.isfinite(end.value.value.mean).all()
+
+
+@pytest.mark.parametrize(("averages", "bits"), [("", 1), (",averages=ternary", 2), (",averages=int4", 4)])
+def test_averages_alone_travel_in_the_codec_that_is_named_for_them(averages, bits):
+    codec, given = codecs.make(f"onebit:256{averages}"), np.ones(4 * 4096, np.float32)
+    scales = 2 * 4096 // 256
+    exchange = codec.exchange(given, Wire(4).sites()[0])
+    chunks = next(exchange).value
+    assert chunks.shape == (4, 4096 // 8 + scales)
+    assert exchange.send(chunks).value.shape == (4096 * bits // 8 + scales,)
+    assert next(codec.exchange(given, Wire(2).sites()[0])).value.shape == (4 * (4096 // 8 + scales),)
